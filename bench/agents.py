@@ -19,7 +19,6 @@ import json
 import random
 import shutil
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,9 +27,9 @@ from typing import Any
 import httpx
 
 from bench import record
+from bench.scratch import scratch_folder
 from weft.bench.process import ServerProcess
 from weft.bench.stats import percentile
-from weft.common.folder import cache_folder
 from weft.common.progress import progress_bar
 from weft.sim.agents import Agents
 
@@ -172,13 +171,10 @@ def main() -> None:
         pause=real.pause / given.faster,
         others=0,
     )
-    root = cache_folder("bench")
-    root.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="weft-agents-", dir=root))
     at_ends = agents.first + agents.turns * (agents.grows + agents.output)
     cache = int(max(given.kv_share * given.active * at_ends, 1.1 * agents.longest) * KV_TOKEN_BYTES)
     results: dict[str, Turns] = {}
-    try:
+    with scratch_folder() as folder:
         model = checkpoint(folder / "model", agents.longest)
         command = [sys.executable, "-m", "weft", "serve", str(model), "--served-model-name", "agents"]
         command += ["--port", "{port}", "--kv-cache-memory", str(cache)]
@@ -188,8 +184,6 @@ def main() -> None:
                 server.wait_ready(READY_S)
                 results[name] = asyncio.run(run(server.url, agents, given.active))
             print(results[name].row(name), flush=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     table = record.markdown([made.row(name) for name, made in results.items()])
     print(table)
     one, other = results.values()

@@ -187,7 +187,7 @@ def echo_logprobs(target: Target) -> list[int]:
 # ---- grammars: sizes are not scaled, because the size is the attack
 
 
-def grammar(target: Target, path: str = CHAT, **fields: Any) -> bytes:
+def grammar(target: Target, **fields: Any) -> bytes:
     """A request for one token, or as many as ``fields`` say, under a grammar."""
     messages = [{"role": "user", "content": "Hi"}]
     return encoded(target, **{"messages": messages, "max_tokens": 1, **fields})

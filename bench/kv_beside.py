@@ -13,18 +13,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import record
+from bench.scratch import scratch_folder
 from weft import LLM, AsyncLLM, SamplingParams
 from weft.bench.checkpoints import make
 from weft.bench.stats import percentile
-from weft.common.folder import cache_folder
 
 COLUMNS = ("alone", "beside loads", "beside hits in memory")
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
@@ -81,15 +79,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    root = cache_folder("bench")
-    root.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="weft-kv-", dir=root))
     rng = random.Random(0)
     rounds = [
         [[rng.randrange(10, 1000) for _ in range(given.tokens)] for _ in range(given.prompts)]
         for _ in range(given.rounds)
     ]
-    try:
+    with scratch_folder() as folder:
         settings = {
             "model": str(make(given.checkpoint, folder / "model")),
             "dtype": "bfloat16",
@@ -103,8 +98,6 @@ def main() -> None:
         with LLM(**settings) as llm:
             llm.generate([{"prompt_token_ids": each} for one in rounds for each in one], ONE_TOKEN)
         found = asyncio.run(measure(settings, rounds, given.stream))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     rows = [
         {"stream": column, "cached tokens": found["cached"][column]}
         | {f"p{share}, ms": f"{1000 * percentile(gaps, share):.1f}" for share in (50, 90, 99, 100)}

@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import random
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,9 +25,9 @@ import psutil
 
 from bench import record
 from bench.rounds import turns
+from bench.scratch import scratch_folder
 from weft import LLM, SamplingParams
 from weft.bench.checkpoints import make
-from weft.common.folder import cache_folder
 
 STORES = {"no tier": None, "reused": "reused", "all": "all"}
 SETTLE_S = 1.0
@@ -118,15 +116,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    root = cache_folder("bench")
-    root.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="weft-kv-", dir=root))
     rng = random.Random(0)
     rounds = [
         [[rng.randrange(10, 1000) for _ in range(given.tokens)] for _ in range(given.prompts)]
         for _ in range(given.rounds + WARM_ROUNDS)
     ]
-    try:
+    with scratch_folder() as folder:
         settings = {
             "model": str(make(given.checkpoint, folder / "model")),
             "dtype": "bfloat16",
@@ -142,8 +137,6 @@ def main() -> None:
             for column, store in STORES.items()
         }
         seconds = measure(columns, rounds)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     table = record.markdown(table_of(seconds))
     print(table)
     if given.json is not None:

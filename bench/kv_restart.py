@@ -14,15 +14,13 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from bench.scratch import scratch_folder
 from weft import LLM, SamplingParams
 from weft.bench.checkpoints import make
-from weft.common.folder import cache_folder
 from weft.engine.tiers.read_ahead import RUN_BYTES
 from weft.store.records import RecordBuffer
 
@@ -67,10 +65,7 @@ def main() -> None:
         "--folder", type=Path, help="folder on the disk to measure; default: the cache folder"
     )
     given = parser.parse_args()
-    root = given.folder or cache_folder("bench")
-    root.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="weft-kv-", dir=root))
-    try:
+    with scratch_folder(given.folder) as folder:
         model = make(given.checkpoint, folder / "model")
         rng = random.Random(0)
         prompt = [rng.randrange(10, 1000) for _ in range(given.tokens)]
@@ -95,8 +90,6 @@ def main() -> None:
         goal = 1.3 * seconds + hit[0]
         print(f"loaded / (1.3 x disk + the last chunk): {loaded[0] / goal:.2f}")
         print(f"{computed[0] / loaded[0]:.1f} times quicker, tokens equal: {same}")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

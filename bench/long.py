@@ -213,7 +213,7 @@ def one(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "peak": own_peak(),
     }
     against_floor(rows, bounds)
-    whole = whole_prompt(made, args.whole, args) if args.whole else None
+    whole = whole_prompt(made, args.whole) if args.whole else None
     made.core.close()
     return {"model": name, "limits": bounds, "memory": memory, "rows": rows, "whole": whole}
 
@@ -230,7 +230,7 @@ def against_floor(rows: list[dict[str, Any]], bounds: dict[str, float]) -> None:
             row[f"{kind}_floor_ms"] = 1e3 * max(reading, computing)
 
 
-def whole_prompt(made: Engine, tokens: int, args: argparse.Namespace) -> dict[str, float]:
+def whole_prompt(made: Engine, tokens: int) -> dict[str, float]:
     """Compute a whole prompt. Return its seconds, and the milliseconds per token of its last chunk."""
     made.run(0, tokens // CHUNK, 1)
     return {"tokens": tokens, "seconds": sum(made.prefill), "last_chunk_ms": 1e3 * made.prefill[-1] / CHUNK}

@@ -161,15 +161,15 @@ class Engine(EngineLoop[Launched]):
     def finish(self, sequence: int) -> list[m.TokenEvent]:
         """End a sequence, and carry out the consequences at once: a fault may end the sequence, and no turn
         of the loop follows."""
-        return super().finish(sequence) + self._asked()
+        return super().finish(sequence) + self._serve_requests()
 
-    def hear(self) -> list[m.TokenEvent]:
+    def poll(self) -> list[m.TokenEvent]:
         """Take the news of transfers, and count the sequences that end because of late images."""
         if isinstance(self.scheduler, EncodeScheduler):
-            return super().hear()
+            return super().poll()
         state = self.scheduler._state
         late = state.images.late(self._clock.now())
-        events = super().hear()
+        events = super().poll()
         self.late_images += sum(sequence.id not in state.live for sequence in late)
         return events
 

@@ -249,7 +249,7 @@ class EngineProcess:
         while self.alive:
             while self._inbox:
                 self._send(self.protocol.on(*self._inbox.popleft()))
-            self._tell(self.engine.hear())
+            self._tell(self.engine.poll())
             self.check()
             self._watch_transfers()
             if self.protocol.stopped:

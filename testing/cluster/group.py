@@ -249,7 +249,7 @@ class Group:
                     isinstance(frame, f.TransferToEngine)
                     and (own := self.transfers.get(frame.cache)) is not None
                 ):
-                    own.heard(frame)
+                    own.report(frame)
                     self.owner.transfer_news()
             else:
                 self._carrying.append(action)

@@ -104,7 +104,7 @@ class SimTier:
         """Return no events: reports arrive as events of the timeline."""
         return []
 
-    def asked(self, scheduler: object) -> list[TokenEvent]:
+    def serve(self, scheduler: object) -> list[TokenEvent]:
         """Begin the commands of the scheduler."""
         cluster = self._cluster
         for command in self.loads.requests(cluster.now):

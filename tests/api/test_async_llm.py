@@ -150,7 +150,9 @@ def test_a_full_queue_refuses_and_goes_on(settings: dict[str, Any]) -> None:
     go(settings, work, max_queued_requests=2, max_num_seqs=1)
 
 
-def test_a_dying_engine_tells_everybody(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dying_engine_notifies_all_api_servers(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     step, broken = EngineCore.step, asyncio.Event()
 
     def failing(core: EngineCore) -> Any:

@@ -270,7 +270,7 @@ class _Late:
                 scheduler.arrived(sequence)
         return []
 
-    def asked(self, scheduler: Scheduler) -> list[TokenEvent]:
+    def serve(self, scheduler: Scheduler) -> list[TokenEvent]:
         return []
 
 
@@ -293,16 +293,16 @@ def blocked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float
     return set_up
 
 
-def test_what_all_sequences_await_is_waited_for(llm: LLM, blocked: Callable[[float, float], _Late]) -> None:
+def test_the_loop_sleeps_while_all_sequences_are_blocked(
+    llm: LLM, blocked: Callable[[float, float], _Late]
+) -> None:
     undisturbed = [output.outputs for output in run(llm, PROMPTS)]
     source = blocked(0.4, 30.0)
     assert [output.outputs for output in run(llm, PROMPTS)] == undisturbed
     assert source.takes < 60, "the loop sleeps while it waits"
 
 
-def test_what_is_awaited_in_vain_fails_at_its_deadline(
-    llm: LLM, blocked: Callable[[float, float], _Late]
-) -> None:
+def test_blocked_sequences_fail_at_their_deadline(llm: LLM, blocked: Callable[[float, float], _Late]) -> None:
     blocked(1e9, 0.3)
     began = time.monotonic()
     for output in run(llm, PROMPTS):

@@ -97,7 +97,7 @@ def test_independent_replicas(expected: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_only_the_replicas_can_refuse_is_still_a_mistake_of_who_asked() -> None:
+def test_settings_refused_by_replicas_are_config_errors() -> None:
     with pytest.raises(ConfigError, match="status 2 before it was ready"):
         LLM("spool-text", data_parallel_size=2, attention_backend="no-such-backend", **COMMON)
 
@@ -216,7 +216,7 @@ def test_async(expected: Any) -> None:
     assert asyncio.run(run()) == expected("spool-text")
 
 
-def test_a_caller_hears_that_no_replica_is_left() -> None:
+def test_the_loss_of_all_replicas_is_raised() -> None:
     """The error is not a full queue with a retry."""
     with LLM("spool-text", data_parallel_size=2, **COMMON) as llm:
         for process in processes(llm):

@@ -185,7 +185,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
         ("pooling_mode_lasttoken", False, lambda states: states[-1]),
     ],
 )
-def test_the_layout_says_how_to_pool(
+def test_the_layout_names_the_pooling(
     tmp_path: Path, plain: tuple[Path, Any, Any], field: str, normal: bool, rule: Any
 ) -> None:
     folder, model, tokenizer = plain

@@ -21,7 +21,7 @@ def test_every_flag_is_a_keyword() -> None:
     assert set(SERVER_ONLY) <= SETTINGS.keys()
 
 
-def test_what_only_a_server_heeds_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_without_effect_outside_a_server_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "weft"):
         settings = read_settings("spool-text", {"port": 9000, "max_num_seqs": 4, "max_response_bytes": 2048})
     assert settings.scheduler.max_num_seqs == 4

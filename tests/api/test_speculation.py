@@ -51,7 +51,7 @@ def test_outputs_do_not_depend_on_it(llm: LLM, drafting: LLM, params: SamplingPa
                 assert [list(p) for p in a.logprobs] == [list(p) for p in b.logprobs]  # ids
 
 
-def test_what_became_of_drafts_is_told(drafting: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_counts_of_accepted_and_rejected_drafts(drafting: LLM, caplog: pytest.LogCaptureFixture) -> None:
     made = drafting.generate(PROMPTS, PARAMS[0], use_tqdm=False)
     outputs = [request.outputs[0] for request in made]
     assert sum(output.num_accepted_drafts for output in outputs) > 0

@@ -113,7 +113,7 @@ def test_an_update_equals_a_fresh_start(form: dict[str, Any], tmp_path: Path) ->
     assert fresh(write_checkpoint(tmp_path / "mixed", BASE, new | layer), settings) == mixed
 
 
-def test_what_does_not_fit_changes_nothing() -> None:
+def test_unsuitable_weights_change_nothing() -> None:
     old = read_tensors(BASE)
     norm = "model.norm.weight"
     query = next(name for name in old if name.endswith("layers.0.self_attn.q_proj.weight"))
@@ -238,7 +238,7 @@ def test_a_rank_lost_during_the_copies_comes_back_with_the_new_weights(tmp_path:
         while not (answers := core.weights.finished()):
             assert time.monotonic() < until
             core.check()  # the report of the other rank
-            core.hear()
+            core.poll()
         assert answers[0].staged == 1
         _kill(core)
         core.weights.begin(UseWeights(version=1))
@@ -265,7 +265,7 @@ def test_a_lost_rank_comes_back_with_the_weights_in_use(tmp_path: Path) -> None:
         while not (answers := core.weights.finished()):
             assert time.monotonic() < until
             core.check()
-            core.hear()
+            core.poll()
             core.step()
         (SHARED / "weft-lost.safetensors").unlink()
         assert answers[0].error is not None

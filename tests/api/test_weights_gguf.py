@@ -114,7 +114,7 @@ def test_an_update_equals_a_fresh_start(name: str, kind: str, form: dict[str, An
         assert outputs(llm) == before
 
 
-def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+def test_unsuitable_weights_change_nothing(tmp_path: Path) -> None:
     """Also after a sleep of level 2, which reads the file of the start again."""
     files = Files(tmp_path, "llama", "Q8_0")
     model = made("llama")

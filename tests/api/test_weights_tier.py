@@ -74,7 +74,7 @@ def known(llm: LLM) -> None:
     until = time.monotonic() + deadline(30)
     while not core.stats().tier.blocks:  # type: ignore[union-attr]
         assert time.monotonic() < until
-        core.hear()
+        core.poll()
         assert core.tier is not None
         core.tier.take(core.scheduler)
         time.sleep(0.02)

@@ -147,10 +147,6 @@ def test_a_wrong_file_fails_the_batch(place: Place) -> None:
 # -- crashes
 
 
-class Died(BaseException):
-    """The process ends here."""
-
-
 class Dying:
     """Ends the process at write number ``last``: before the write, or in its middle."""
 

@@ -24,7 +24,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.requirement("A12")
 @pytest.mark.slow
-def test_what_was_measured_is_used() -> None:
+def test_measurements_are_used() -> None:
     made = CliRunner().invoke(bench, ["dispatch", "--ranks", "2"], standalone_mode=False)
     assert made.exit_code == 0, made.exception
     assert "2 ranks, all_to_all" in made.output

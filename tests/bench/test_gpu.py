@@ -89,7 +89,7 @@ def test_a_result_is_a_page() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
-def test_without_a_gpu_it_says_so() -> None:
+def test_a_missing_gpu_is_reported() -> None:
     made = subprocess.run([sys.executable, "-m", "bench.gpu"], capture_output=True, text=True)
     assert made.returncode == 1
     assert "needs a CUDA GPU" in made.stderr

@@ -66,7 +66,7 @@ def test_latency_and_throughput_are_those_of_the_server(fake: Any) -> None:
 
 
 @pytest.mark.requirement("D31")
-def test_rates_are_told_for_each_head_where_the_server_says_how_many_it_has(fake: Any) -> None:
+def test_rates_are_reported_per_engine_if_the_server_names_their_number(fake: Any) -> None:
     none = serving_bench.measure(asked(fake))
     assert (none["heads"], none["per_head"]) == ({}, None)
     fake.heads = ["encode", "prefill", "decode", "encode"]
@@ -144,7 +144,7 @@ def test_interrupting_gives_what_was_measured(fake: Any) -> None:
     assert found["requests"]["unfinished"] == 1
 
 
-def test_a_server_without_ids_gets_words_sized_by_its_count(fake: Any) -> None:
+def test_a_server_without_ids_gets_text_sized_by_its_token_count(fake: Any) -> None:
     fake.takes_ids = False
     found = serving_bench.measure(asked(fake, requests=2))
     assert found["setup"]["prompts"] == "text"
@@ -178,7 +178,7 @@ def test_a_workload_sends_its_prompts(fake: Any) -> None:
     assert not [ids for ids in sent[:2] if ids in sent[2:]], "the warm-up has prompts of its own"
 
 
-def test_a_failed_warm_up_says_why(fake: Any) -> None:
+def test_a_failed_warm_up_reports_the_reason(fake: Any) -> None:
     fake.faults = {0: "503"}
     with pytest.raises(WeftError, match="http_503"):
         serving_bench.measure(asked(fake, warmup=1))
@@ -244,7 +244,7 @@ def test_wrong_flags_are_one_line(
     assert err.count("\n") == 1
 
 
-def test_no_matplotlib_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_is_reported_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"weft\[bench\]"):
         plots.require_matplotlib()

@@ -186,7 +186,7 @@ def test_a_stream_without_usage_is_counted_by_ids_then_by_chunks() -> None:
     assert (by_chunks.output_tokens, by_chunks.counted) == (2, "chunks")
 
 
-def test_what_holds_no_output_is_not_the_first_token() -> None:
+def test_chunks_without_output_are_not_the_first_token() -> None:
     role = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}'
     text = b'data: {"choices": [{"delta": {"content": "a"}}]}'
     end = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}'
@@ -209,5 +209,5 @@ def test_what_holds_no_output_is_not_the_first_token() -> None:
         ([], "broken"),
     ],
 )
-def test_what_is_not_a_whole_answer_is_not_ok(lines: list[tuple[float, bytes]], outcome: str) -> None:
+def test_incomplete_answers_are_not_ok(lines: list[tuple[float, bytes]], outcome: str) -> None:
     assert read(*lines).outcome == outcome

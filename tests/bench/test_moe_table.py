@@ -31,7 +31,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_what_was_measured_is_used(tmp_path: Path) -> None:
+def test_measurements_are_used(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     made = CliRunner().invoke(
         bench,

@@ -51,7 +51,7 @@ def test_it_is_timed_measured_and_ended_with_its_whole_tree(tmp_path: Path) -> N
         assert server.ready_seconds == seconds
         assert server.model == "m"
         time.sleep(0.5)
-        assert 64 << 20 <= server.peak_memory() <= server.peak_rss() < 300 << 20
+        assert 64 << 20 <= server.peak_memory() < 300 << 20
         child = int((tmp_path / "child").read_text())
         assert is_alive(child)
         began = time.monotonic()
@@ -80,7 +80,7 @@ def test_it_ends_when_whoever_started_it_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_server_that_ends_says_what_its_log_says(tmp_path: Path) -> None:
+def test_the_end_of_a_server_is_reported_with_its_log(tmp_path: Path) -> None:
     code = "print('no such model'); raise SystemExit(3)"
     server = ServerProcess([sys.executable, "-c", code], log_file=tmp_path / "log")
     with server, pytest.raises(ServerFailed, match=r"status 3 before it answered; .*\n(.*\n)*no such model"):

@@ -67,7 +67,7 @@ def test_openvino_is_told_the_form(source: Source) -> None:
         assert (converted.openvino(source, weights) / "form").read_text() == f"{form}\n"
 
 
-def test_a_refusal_is_told_and_leaves_nothing(source: Source) -> None:
+def test_a_refusal_is_reported_and_leaves_no_state(source: Source) -> None:
     program(source.folder / "openvino/bin/optimum-cli", 'mkdir "$9"; echo "it is no model" >&2; exit 1')
     with pytest.raises(Missing, match="its exporter refused the model: it is no model"):
         converted.openvino(source, "")

@@ -82,7 +82,7 @@ def test_load_run_memory_stop(driver: Driver) -> None:
     assert driver.ask({"stop": True}, 30) == {"stopped": True}
 
 
-def test_an_error_is_told_and_the_driver_goes_on(driver: Driver) -> None:
+def test_the_driver_continues_after_an_error(driver: Driver) -> None:
     with pytest.raises(PeerError, match="RuntimeError: cannot"):
         run(driver, 1)
     assert run(driver, 0)["output_tokens"] == 2

@@ -27,7 +27,7 @@ def test_flags_become_keywords() -> None:
     }
 
 
-def test_a_word_that_is_no_flag_is_refused() -> None:
+def test_an_argument_that_is_no_flag_is_refused() -> None:
     with pytest.raises(ValueError, match="int8"):
         rows.keywords(["int8"])
 
@@ -42,7 +42,7 @@ def test_a_peers_name_is_no_weft_row() -> None:
         compare.weft_rows(["vllm=--block-size 32"])
 
 
-def test_missing_peers_are_said_and_not_fatal(tmp_path: Path) -> None:
+def test_missing_peers_are_reported_and_not_fatal(tmp_path: Path) -> None:
     built = rows.build(["weft", "vllm", "nobody"], {}, setting(tmp_path))
     assert isinstance(built["weft"], rows.Row)
     assert "setup.sh vllm" in str(built["vllm"])
@@ -69,7 +69,7 @@ def test_vllm_row_preloads_what_is_there(tmp_path: Path) -> None:
     assert "VLLM_MLA_DISABLE" not in row.environment
 
 
-def test_a_name_says_the_bits() -> None:
+def test_names_encode_the_bits() -> None:
     assert rows.parted("llamacpp-int8") == ("llamacpp", "int8")
     assert rows.parted("vllm-zen-int4") == ("vllm-zen", "int4")
     assert rows.parted("vllm-zen") == ("vllm-zen", "")

@@ -159,7 +159,7 @@ def test_urls_as_users_write_them(given: str, url: str) -> None:
         ('""""""', Nothing()),
     ],
 )
-def test_what_lines_mean(text: str, meaning: Any) -> None:
+def test_meanings_of_input_lines(text: str, meaning: Any) -> None:
     assert read_input(text) == meaning
 
 
@@ -172,7 +172,7 @@ def test_three_quotes_take_lines_until_three_quotes() -> None:
     assert [lines.ask() for _ in range(4)] == ["one\n", '"""two\n/reset\n"""\n', "three", None]
 
 
-def test_a_conversation_keeps_what_was_said() -> None:
+def test_a_conversation_keeps_its_messages() -> None:
     talk = ChatHistory("m", "be brief", {"temperature": 0.0})
     talk.say("hi")
     assert talk.body() == {
@@ -182,16 +182,16 @@ def test_a_conversation_keeps_what_was_said() -> None:
     }
     reply = Reply()
     reply.take(AnswerPiece("hel"))
-    talk.heard(reply)  # stopped: the received text stays
+    talk.add_reply(reply)  # stopped: the received text stays
     assert talk.messages[-1] == {"role": "assistant", "content": "hel"}
     talk.say("again")
-    talk.heard(Reply())  # stopped before anything came: the message is taken back
+    talk.add_reply(Reply())  # stopped before anything came: the message is taken back
     assert [one["content"] for one in talk.messages] == ["hi", "hel"]
     talk.say("x")
     called = Reply()
     for piece in (CallPart(0, "c", "f", "{}"), End("tool_calls", None)):
         called.take(piece)
-    talk.heard(called)
+    talk.add_reply(called)
     talk.answer_call(called.calls[0], "4")
     assert talk.messages[-1] == {"role": "tool", "tool_call_id": "c", "content": "4"}
     talk.take_back()
@@ -353,7 +353,7 @@ def test_reasoning_are_dim_and_calls_stand_behind_the_reply() -> None:
     assert shown.index("hm") < shown.index("Yes.") < shown.index("→ f({})") < shown.index("9 tokens")
 
 
-def test_what_was_drawn_stays_when_a_reply_is_stopped() -> None:
+def test_drawn_text_stays_when_a_reply_is_stopped() -> None:
     console = Console(file=io.StringIO(), width=60, height=20)
 
     def pieces() -> Any:

@@ -78,7 +78,7 @@ def test_commands_in_a_pipe(server: Running, tmp_path: Path) -> None:
     assert (tmp_path / "a.json").stat().st_mode & 0o077 == 0
 
 
-def test_errors_of_the_server_are_told_and_the_message_is_taken_back(server: Running) -> None:
+def test_server_errors_are_shown_and_the_message_is_removed(server: Running) -> None:
     ended = piped("fail\nunknown\nhello\n", server.url)
     assert re.match(r"h(alf|al|a)?\nIt is", ended.stdout)
     assert "the reply broke off: the script ends this output with an error" in ended.stderr
@@ -91,7 +91,7 @@ def test_errors_of_the_server_are_told_and_the_message_is_taken_back(server: Run
     assert "temperature" in refused.stderr
 
 
-def test_where_nothing_listens_it_says_what_to_do() -> None:
+def test_a_refused_connection_is_an_error_with_advice() -> None:
     ended = piped("hello\n", "127.0.0.1:9")
     assert ended.returncode == 2
     assert (

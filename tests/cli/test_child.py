@@ -117,7 +117,7 @@ def test_an_engine_that_does_not_end_is_killed() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40])
-def test_a_child_whose_parent_ended_as_it_wrote_the_settings_says_nothing(cut: int) -> None:
+def test_a_child_of_a_dead_parent_prints_nothing(cut: int) -> None:
     """A parent that stops while writing the settings leaves no traceback, which would look like a defect."""
     settings = msgspec.msgpack.encode(FrontSection())
     code = "from weft.config.sections.all import FrontSection\nfrom weft.cli.processes import child\n"

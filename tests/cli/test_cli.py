@@ -197,7 +197,7 @@ def test_errors_are_one_line_and_status_2(
 
 
 @pytest.mark.parametrize(("error", "status"), [(EngineDead("it died"), 1), (ConfigError("it died"), 2)])
-def test_a_failure_in_running_is_no_mistake_of_who_asked(
+def test_a_failure_while_running_is_no_client_error(
     error: WeftError, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object, **__: object) -> None:

@@ -93,6 +93,6 @@ def test_a_copy_of_the_command_line() -> None:
 @pytest.mark.parametrize(
     "variables", [{"PYTHONPATH": "/elsewhere"}, {"WEFT_DISABLE_CPU_OPS": "1"}, {"OMP_NUM_THREADS": "2"}]
 )
-def test_what_is_read_at_import_makes_a_real_process(variables: dict[str, str]) -> None:
+def test_variables_read_at_import_need_a_real_process(variables: dict[str, str]) -> None:
     own = {**os.environ, **variables}
     assert forked._ask(["-m", PROBE], own, None, False, [0, 1, 2], [0, 1, 2]) is None

@@ -94,7 +94,7 @@ def test_a_lone_word_that_looks_like_a_hub_name_gets_both_readings(
     assert "if the word is the PROMPT, `weft generate --model spool-text hello/world`" in told
 
 
-def test_without_any_word_there_is_no_model_to_name(
+def test_empty_standard_input_is_an_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))

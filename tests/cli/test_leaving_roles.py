@@ -73,7 +73,7 @@ STAGES: dict[str, tuple[str, int, int, Callable[[str], bool]]] = {
 
 @pytest.mark.requirement("E17")
 @mostly_slow("stage", STAGES, ["prefilling", "transferring"])
-def test_who_leaves_holds_nothing_a_second_later(stage: str, base: str) -> None:
+def test_a_client_that_leaves_frees_everything_within_a_second(stage: str, base: str) -> None:
     prompt, count, tokens, reached = STAGES[stage]
 
     async def run() -> float:

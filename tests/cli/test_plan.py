@@ -168,7 +168,7 @@ def test_a_dry_run_changes_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     assert "would scale: decode 1 -> " in caplog.text
 
 
-def test_a_server_that_does_not_answer_is_said_once(
+def test_a_silent_server_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     scripted = Scripted()

@@ -447,7 +447,7 @@ def test_a_variable_without_a_key_does_not_open_the_server(
 
 
 @pytest.mark.slow
-def test_a_template_that_does_not_compile_is_told_of_at_the_start(
+def test_a_template_that_does_not_compile_is_reported_at_the_start(
     checkpoint: str, start: Any, tmp_path: Path
 ) -> None:
     folder = tmp_path / "broken"

@@ -47,7 +47,7 @@ def event(index: int, text: str, finish: str | None = None) -> str:
     return f"data: {json.dumps({'choices': [choice]})}"
 
 
-def test_what_a_stream_says_is_taken_once() -> None:
+def test_events_of_a_stream_are_taken_once() -> None:
     answer = Answer()
     for line in (event(0, "a"), event(1, "b", "stop"), ": keep-alive", "", event(0, "c", "length")):
         answer.take(line)

@@ -158,7 +158,7 @@ def test_an_error_of_the_configuration_ends_the_first_process() -> None:
 @pytest.mark.slow
 @pytest.mark.requirement("E16")
 @pytest.mark.parametrize("kind", ["head", "rank 1"])
-def test_what_dies_in_a_server_is_replaced_by_the_process_that_waits(kind: str, tmp_path: Path) -> None:
+def test_dead_processes_of_a_server_are_replaced_by_the_spare(kind: str, tmp_path: Path) -> None:
     words = ["serve", "spool-text", "--tensor-parallel-size", "2", "--device", "cpu", "--threads", "1"]
     command = [sys.executable, "-c", "from weft.cli.main import main; main()", *words, "--port", "{port}"]
     with ServerProcess(command, log_file=tmp_path / "log") as server:

@@ -124,7 +124,7 @@ def test_examples_are_right(file: Path, tmp_path: Path) -> None:
     assert ("its own tower" in made.stdout) == (file.stem == "cpu-encode")
 
 
-def test_what_cannot_work_starts_nothing(tmp_path: Path) -> None:
+def test_invalid_topologies_start_no_process(tmp_path: Path) -> None:
     file = tmp_path / "half.yaml"
     file.write_text("groups: [{role: decode}]")
     for arguments, message in (

@@ -154,7 +154,7 @@ LONG_S, LOAD_S = 20.0, 30.0
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_planned_restart_of_one_group_of_each_role_refuses_nobody(start: Any) -> None:
+def test_a_planned_restart_of_one_group_of_each_role_refuses_no_request(start: Any) -> None:
     """The streams are long, and the successors load slowly: they are stopped for a while."""
     flags = "--prefill 1 --decode 1 --spare-processes 0 --prefill-fallback none --max-num-seqs 32 --port 0"
     flags += " --rank-timeout 90"  # a successor may already listen when it is stopped

@@ -32,7 +32,7 @@ def test_it_passes_against_the_reference(checkpoint: str, capsys: pytest.Capture
     pytest.importorskip("transformers", reason="needs the transformers package")
     status, out = verified(capsys, "--reference", checkpoint, *FEW)
     assert status == 0
-    assert "greedy tokens in float64: 4 of 4 prompts equal over 8 tokens" in out
+    assert "greedy tokens in float64: 4 of 4 prompts equal to transformers over 8 tokens" in out
     assert "within 0.0001" in out
     assert out.endswith("verify: passed\n")
 
@@ -47,7 +47,7 @@ def test_models_with_states_pass_against_the_reference(
     folder = make_checkpoint(tmp_path, shape)
     status, out = verified(capsys, "--reference", str(folder), *FEW, "--tokenizer", "spool-text")
     assert status == 0, out
-    assert "greedy tokens in float64: 4 of 4 prompts equal over 8 tokens" in out
+    assert "greedy tokens in float64: 4 of 4 prompts equal to transformers over 8 tokens" in out
     assert "within 0.0001" in out
 
 
@@ -95,7 +95,7 @@ def test_it_passes_against_itself_and_says_what_it_did(
     assert " 0 preemptions" not in out.split("preempted: ")[1]
 
 
-def test_what_was_not_exercised_does_not_pass(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variants_that_did_not_engage_fail(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out = verified(capsys, checkpoint, "--self", "--prompts", "1", "--tokens", "2")
     assert status == 1
     assert "preempted: NOT ENGAGED" in out
@@ -134,7 +134,7 @@ def test_a_tie_is_not_a_defect() -> None:
     assert said[1] == "here differs: a 0 with margin 1.000e-09; b 1 with margin 1.000e+00: DEFECT"
 
 
-def test_without_transformers_it_says_how_to_install_it(
+def test_missing_transformers_is_an_error_with_advice(
     checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = builtins.__import__
@@ -158,7 +158,7 @@ def test_without_transformers_it_says_how_to_install_it(
         (["--kv-cache-memory", "1M", "--max-model-len", "9", "--tokens", "9"], "--max-model-len 9"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
+def test_impossible_comparisons_are_refused(
     checkpoint: str, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, err = verified(capsys, "--reference", checkpoint, *arguments)

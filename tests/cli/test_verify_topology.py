@@ -63,7 +63,7 @@ def test_every_family_moves(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("4 of 4 prompts equal to the engine alone") == len(verify_topology.FAMILIES)
 
 
-def test_tokens_that_differ_are_told_with_margins(
+def test_different_tokens_are_reported_with_margins(
     checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The groups' fourth token of every prompt is another one."""
@@ -97,7 +97,7 @@ def moved(done: int, bytes: int) -> EngineStats:
     return EngineStats(transfers=TransferStats(done=done, received_bytes=bytes))
 
 
-def test_what_took_no_part_does_not_pass() -> None:
+def test_groups_without_work_fail_the_comparison() -> None:
     whole = ("unified", EngineStats(generation_tokens=3))
     idle = ("unified", EngineStats())
     sent = EngineStats(embedding_transfers=TransferStats(done=1, sent_bytes=9))
@@ -129,7 +129,7 @@ def test_what_took_no_part_does_not_pass() -> None:
         (["--topology", "1p1d", "--families", "--reference", "x"], "leave --reference out"),
     ],
 )
-def test_what_cannot_be_compared_starts_nothing(
+def test_impossible_comparisons_start_no_process(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [

@@ -10,7 +10,7 @@ from tests.support.counted import drop_counts
 from weft.common.counted_log import MOST_KINDS, CountedLog, Tally
 
 
-def test_the_first_is_told_and_the_rest_are_summed_up() -> None:
+def test_the_first_is_reported_and_the_rest_are_counted() -> None:
     tally = Tally(window=60.0)
     assert [tally.add("refused", f"no {n}", 100.0 + n / 100) for n in range(694)] == [True, *[False] * 693]
     assert tally.next_due() == 160.0
@@ -22,7 +22,7 @@ def test_the_first_is_told_and_the_rest_are_summed_up() -> None:
     assert tally.add("refused", "much later", 400.0)
 
 
-def test_kinds_are_told_apart_and_bounded() -> None:
+def test_kinds_are_distinguished_and_bounded() -> None:
     tally = Tally()
     assert all(tally.add(f"kind {n}", "", 0.0) for n in range(MOST_KINDS))
     assert [tally.add(f"further {n}", "text", 0.0) for n in range(3)] == [True, False, False]

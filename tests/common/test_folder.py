@@ -58,7 +58,7 @@ def test_the_folder_of_a_killed_process_is_swept_and_that_of_a_living_one_is_not
         end(living)
 
 
-def test_what_does_not_prove_that_its_owner_is_dead_stays(temporary: Path) -> None:
+def test_folders_of_owners_not_proven_dead_stay(temporary: Path) -> None:
     def made(name: str, mode: int = 0o700, lock: bool = True) -> Path:
         folder = temporary / name
         folder.mkdir(mode=mode)

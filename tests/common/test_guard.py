@@ -105,7 +105,7 @@ def test_a_process_that_is_late_is_ended() -> None:
         assert gone(pid)
 
 
-def test_closing_ends_processes_and_who_waits() -> None:
+def test_closing_ends_processes_and_waiting_calls() -> None:
     with guarding() as guard, ThreadPoolExecutor(1) as pool:
         pid = int(guard.call(b"pid", deadline(30)))
         waiting = pool.submit(guard.call, b"sleep", deadline(60))

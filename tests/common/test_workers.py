@@ -120,7 +120,7 @@ def test_small_payloads_overtake_large_ones_that_wait(tmp_path: Path) -> None:
     run(work)
 
 
-def test_closing_ends_processes_and_who_waits() -> None:
+def test_closing_ends_processes_and_waiting_calls() -> None:
     async def work(pool: WorkerPool) -> None:
         pid = int((await pool.call(b"pid")).split()[1])
         waiting = [asyncio.create_task(pool.call(b"hang")) for _ in range(3)]

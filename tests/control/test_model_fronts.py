@@ -108,7 +108,7 @@ def test_a_member_that_does_not_answer_is_expelled_after_the_lease() -> None:
     assert made.on(Left("y"), now) == [Unload("a")]
 
 
-def test_a_pause_of_the_owner_expels_nobody() -> None:
+def test_a_pause_of_the_owner_expels_no_member() -> None:
     made = table(ModelFacts("a", 1), budget=1)
     made.on(m.Tick(), 0.0)
     made.on(m.LoadAsked("a"), 0.0)

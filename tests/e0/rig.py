@@ -264,7 +264,7 @@ def run(
             take(engine.submit(one))
         if each_step is not None:
             take(each_step(number))
-        take(engine.hear())
+        take(engine.poll())
         if engine.has_work():
             take(engine.step())
         number += 1

@@ -31,7 +31,7 @@ from weft.disagg.transport.staging_memory import Sizes, Staged
 from weft.disagg.transport.tcp import TcpTransport
 from weft.disagg.transport.transfer_thread import RankTransfer
 from weft.engine.disagg.engine_transfers import EngineTransfers
-from weft.engine.disagg.group_transfers import GroupTransfers, RankWord
+from weft.engine.disagg.group_transfers import GroupTransfers, RankEvent
 from weft.engine.disagg.transfer_channel import ZmqTransferChannel
 from weft.engine.event_sources import EmbeddingSource
 from weft.engine.ranks.worker_transfers import WorkerTransfers
@@ -153,10 +153,10 @@ class Group:
         for number, frame in late:
             self._frame(number, f.encode(frame))
 
-    def take(self) -> list[RankWord]:
+    def take(self) -> list[RankEvent]:
         for number, rank in enumerate(self.members[1:], 1):
             for frame in rank.transfers.said(rank.reports.take() if number not in self.deaf else []):
-                self.transfers.heard(frame)
+                self.transfers.report(frame)
         return self.transfers.take()
 
     def kill(self, number: int) -> None:
@@ -172,7 +172,7 @@ class Scheduler:
     def __init__(self) -> None:
         self.embeddings = self
         self.requests: deque[r.TransferRequest] = deque()
-        self.told: list[r.TransferEvent] = []
+        self.reported: list[r.TransferEvent] = []
         self.blocks: dict[TransferKey, list[int]] = {}
         """Transfer -> blocks in use."""
         self.held: dict[TransferKey, int] = {}
@@ -180,10 +180,10 @@ class Scheduler:
         self.postpone: set[TransferKey] = set()
 
     def kinds(self, key: TransferKey) -> list[str]:
-        return [type(event).__name__ for event in self.told if event.key == key]
+        return [type(event).__name__ for event in self.reported if event.key == key]
 
     def error(self, key: TransferKey) -> str:
-        (failed,) = [e for e in self.told if isinstance(e, r.TransferFailed) and e.key == key]
+        (failed,) = [e for e in self.reported if isinstance(e, r.TransferFailed) and e.key == key]
         return failed.error.message
 
     def transfer_requests(self) -> list[r.TransferRequest]:
@@ -196,7 +196,7 @@ class Scheduler:
         return ()
 
     def transfer(self, event: r.TransferEvent, now: float) -> list[TokenEvent]:
-        self.told.append(event)
+        self.reported.append(event)
         key = event.key
         if isinstance(event, r.TransferWanted):
             if key in self.postpone:
@@ -313,20 +313,20 @@ class Pair:
                 poller.register(socket, zmq.POLLIN)
         until = time.monotonic() + seconds
         while not reached():
-            assert time.monotonic() < until, [engine.scheduler.told for engine in self.engines]
+            assert time.monotonic() < until, [engine.scheduler.reported for engine in self.engines]
             for engine in self.engines:
                 engine.turn()
             poller.poll(5)
 
-    def told(self, key: TransferKey, what: str) -> bool:
+    def reported(self, key: TransferKey, what: str) -> bool:
         """Return True if both ends received the event ``what`` for the transfer."""
         return all(what in engine.scheduler.kinds(key) for engine in self.engines)
 
     def land(self, *keys: TransferKey) -> None:
-        self.until(lambda: all(self.told(key, "TransferReceived") for key in keys))
+        self.until(lambda: all(self.reported(key, "TransferReceived") for key in keys))
 
     def freed(self, *keys: TransferKey) -> None:
-        self.until(lambda: all(self.told(key, "TransferFreed") for key in keys))
+        self.until(lambda: all(self.reported(key, "TransferFreed") for key in keys))
 
     def check(self, key: TransferKey, fresh: bool = True) -> None:
         """Check that every rank of the receiver has the correct rows of the image.

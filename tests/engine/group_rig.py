@@ -302,7 +302,7 @@ class GroupRig(Rig):
         handle = self.handles.popleft()
         self.in_flight.popleft()
         self.last_commit = result.step
-        self.hear(self.scheduler.commit(handle.plan, result, 0.0))
+        self.collect(self.scheduler.commit(handle.plan, result, 0.0))
         self.mask()
 
     def recover(self, lost: GroupLost | None = None) -> None:

@@ -49,7 +49,7 @@ def turn(cores: Iterable[EngineCore], take: Callable[[EngineCore, list[m.TokenEv
     worked = False
     for core in cores:
         core.check()
-        take(core, core.hear())
+        take(core, core.poll())
         if core.has_work():
             worked = True
             take(core, core.step())

@@ -14,7 +14,6 @@ from tests.support.slow import mostly_slow
 from weft import LLM, SamplingParams
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
-from weft.scheduler.sequence import Running
 from weft.text.choice import Choice
 
 PROMPT = {"prompt_token_ids": PROMPTS[3]}
@@ -74,20 +73,6 @@ class Client:
         rows = [{token: entry.logprob for token, entry in row.items()} for row in choice.logprobs]
         return choice.text, choice.token_ids, choice.finish_reason, rows
 
-    def return_to_router(self) -> bool:
-        """Make the decode group return its running sequences. Return False if no sequence runs."""
-        (core,) = self.engine.cores("decode")
-        state = core.scheduler._state
-        for one in [one for one in state.running if not one.protected]:
-            assert isinstance(one.state, Running)
-            state.preempt(one, one.state)
-            return True
-        return False
-
-    def lose(self) -> bool:
-        self.engine.lose("decode0")
-        return True
-
 
 @pytest.fixture(params=FAMILIES)
 def client(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
@@ -109,7 +94,7 @@ def test_a_client_gets_the_same_text_wherever_the_decode_group_was_lost(client: 
     expected = client.ask(stop)
     assert expected[2] == "stop"
     held = _most_held(client.pieces)
-    disturb = client.return_to_router if how == "evict" else client.lose
+    disturb = client.engine.return_to_router if how == "evict" else client.engine.lose_decode
     first = 1 if how == "evict" else 0  # no sequence runs at the decode group before the first token
     failovers = client.engine.fleet.failovers
     for index in range(first, len(expected[1])):

@@ -328,7 +328,7 @@ def test_a_plan_of_ops_alone_runs_between_others(folder: Path, depth: int) -> No
     assert answers[1].tokens == alone(folder, ids, params, 1)
 
 
-def test_what_runs_is_what_is_in_flight(folder: Path) -> None:
+def test_a_plan_is_the_same_object_from_freeze_to_commit(folder: Path) -> None:
     """The plan is the same object from freeze to commit, with all plan rewrites active."""
     engine, runner = make_engine(folder, depth=2)
     engine.balance, engine.overlap = Balance(2), OverlapPolicy("all")

@@ -56,7 +56,9 @@ def make() -> Iterator[Make]:
 @mostly_slow("kind", KINDS, ["shm", "staged tcp"])
 @pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 1)])
 @pytest.mark.parametrize("shards", [False, True])
-def test_what_lands_is_what_was_made(kind: str, ranks: tuple[int, int], shards: bool, make: Make) -> None:
+def test_received_embeddings_equal_the_sent_ones(
+    kind: str, ranks: tuple[int, int], shards: bool, make: Make
+) -> None:
     pair = make(kind, ranks, shards and ranks[1] > 1)
     keys = [pair.image(rows) for rows in (130, 1, 64, 3)]
     for key in keys:
@@ -108,7 +110,7 @@ def test_ranks_of_the_sender_share_the_work(make: Make) -> None:
 
 @pytest.mark.requirement("D9")
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_larger_than_the_senders_window_goes_over_in_pieces(kind: str, make: Make) -> None:
+def test_an_image_larger_than_the_senders_window_is_sent_in_pieces(kind: str, make: Make) -> None:
     """Large images pass through a window of 25 rows, in turns with other transfers, and end once."""
     pair = make(kind, (1, 2), False, True)
     keys = [pair.image(rows) for rows in (640, 30, 200)]
@@ -139,7 +141,7 @@ def test_bytes_that_come_before_their_rank_knows_of_the_transfer_are_parked(kind
     later = time.monotonic() + 0.2
     pair.until(lambda: time.monotonic() > later)
     assert (other.pool == -1.0).all(), "bytes were taken in before the room was known"
-    assert not any(pair.told(key, "TransferReceived") for key in keys)
+    assert not any(pair.reported(key, "TransferReceived") for key in keys)
     pair.receiver.group.deliver()
     pair.land(*keys)
     for key in keys:
@@ -166,7 +168,7 @@ def test_ranks_that_receive_one_transfer_do_not_wait_for_each_other(make: Make) 
     value, _, blocks = pair.images[key]
     pair.until(lambda: bool((quick.rows(blocks, 300)[:, 150:] == value[:, 150:]).all()))
     assert (slow.pool == -1.0).all()
-    assert not pair.told(key, "TransferReceived")
+    assert not pair.reported(key, "TransferReceived")
     go_on.set()
     pair.land(key)
     pair.check(key)
@@ -197,7 +199,7 @@ def test_a_sender_of_whole_rows_is_refused_by_receivers_of_shares_before_a_byte_
 
 @pytest.mark.requirement("D10", "D12")
 @mostly_slow("kind", KINDS, ["shm", "staged tcp"])
-def test_what_is_ready_before_its_receiver_waits_for_it(kind: str, make: Make) -> None:
+def test_a_ready_embedding_waits_for_its_receiver(kind: str, make: Make) -> None:
     """The receiver's Submit comes late, and the receiver then has no space for a while."""
     pair = make(kind, (2, 2), True)
     keys = [pair.image(rows) for rows in (100, 5, 64)]
@@ -219,7 +221,7 @@ def test_what_is_ready_before_its_receiver_waits_for_it(kind: str, make: Make) -
 
 
 @pytest.mark.requirement("D10")
-def test_what_nobody_comes_for_ends_at_its_deadline(make: Make) -> None:
+def test_a_transfer_without_a_receiver_ends_at_its_deadline(make: Make) -> None:
     pair = make()
     key = pair.image(70)
     pair.open(key, receiver=False, seconds=0.3)
@@ -233,7 +235,7 @@ def test_what_nobody_comes_for_ends_at_its_deadline(make: Make) -> None:
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_what_the_receiver_has_is_not_sent(shards: bool, make: Make) -> None:
+def test_rows_of_the_receiver_are_not_sent(shards: bool, make: Make) -> None:
     """The receiver reports the rows with ``start`` and needs no blocks. The sender may not even have
     encoded."""
     pair = make("shm", (2, 2), shards)
@@ -310,9 +312,7 @@ def test_an_item_that_a_rank_cannot_encode_fails_alone_and_once(bound: bool, ran
 @pytest.mark.requirement("D13")
 @pytest.mark.parametrize("end", ["sender", "receiver"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_is_gone_costs_its_transfers_and_every_receiver_hears_of_it(
-    end: str, kind: str, make: Make
-) -> None:
+def test_a_lost_rank_fails_its_transfers_and_notifies_every_receiver(end: str, kind: str, make: Make) -> None:
     pair = make(kind, (2, 2), False)
     keys = [pair.image(rows) for rows in (64, 500)]
     for key in keys:
@@ -347,7 +347,7 @@ def test_a_group_that_loses_ranks_gives_all_transfers_up_and_stops_them(end: str
         pair.compute(late)
         later = time.monotonic() + 0.2
         pair.until(lambda: time.monotonic() > later)
-        assert not pair.told(late, "TransferReceived"), "it was taken in by ranks that are not there"
+        assert not pair.reported(late, "TransferReceived"), "it was taken in by ranks that are not there"
         engine.transfers.regain()
         pair.land(late)
         pair.check(late)
@@ -447,10 +447,10 @@ def test_random_transfers_end_once_at_both_ends_and_what_received_is_right(
             if draw.random() < 0.2:
                 pair.receiver.scheduler.postpone.discard(key)
         for engine in draw.sample(pair.engines, 2):
-            received = {e.key for e in engine.scheduler.told if isinstance(e, r.TransferReceived)}
+            received = {e.key for e in engine.scheduler.reported if isinstance(e, r.TransferReceived)}
             engine.turn()
             if engine is pair.receiver:
-                for event in engine.scheduler.told:
+                for event in engine.scheduler.reported:
                     if isinstance(event, r.TransferReceived) and event.key not in received:
                         pair.check(event.key, fresh=False)
                         checked += 1

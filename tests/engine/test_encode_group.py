@@ -308,7 +308,9 @@ def test_an_encoder_that_ends_is_replaced_by_another(
     fleet.check_given_back()
 
 
-def test_what_an_encoder_refuses(models: SeeingModels, fleets: Callable[..., EncodeFleet]) -> None:
+def test_requests_that_an_encode_group_refuses(
+    models: SeeingModels, fleets: Callable[..., EncodeFleet]
+) -> None:
     name = "qwen3-vl"
     folder = models.folder(name)
     engine = EngineCore(encoder(folder, max_queued_requests=1), progress=False)
@@ -328,7 +330,9 @@ def test_what_an_encoder_refuses(models: SeeingModels, fleets: Callable[..., Enc
     assert heard[one.sequence].finish == "length"
 
 
-def test_what_engines_say_of_themselves(models: SeeingModels, fleets: Callable[..., EncodeFleet]) -> None:
+def test_the_welcome_of_encode_and_unified_groups(
+    models: SeeingModels, fleets: Callable[..., EncodeFleet]
+) -> None:
     folder = models.folder("qwen3-vl")
     fleet = fleets([encoder(folder)], taker(folder))
     ours, theirs = (core.welcome(1) for core in fleet.cores)

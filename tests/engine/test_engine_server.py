@@ -173,7 +173,7 @@ def test_bytes_that_are_no_ids_fail_that_request_alone(served: Served) -> None:
     assert front.events(1)[-1].finish == "length"
 
 
-def test_a_front_that_said_no_hello_is_not_served(served: Served) -> None:
+def test_an_unregistered_api_server_is_not_served(served: Served) -> None:
     stranger, front = served.front(hello=False), served.front()
     stranger.send(ask(2))
     front.send(ask(1))
@@ -185,7 +185,9 @@ def test_a_front_that_said_no_hello_is_not_served(served: Served) -> None:
 
 
 @pytest.mark.requirement("F26")
-def test_nobody_ends_or_doubles_a_strangers_sequence(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_api_server_cannot_end_or_repeat_sequences_of_another(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = served.core.step
 
     def slow_step() -> list[m.TokenEvent]:
@@ -233,7 +235,7 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one(served: Served) -> No
     assert front.stats_when(lambda stats: stats.running == 0).bad_frames == 1
 
 
-def test_a_front_that_says_goodbye_ends_its_own_sequences(served: Served) -> None:
+def test_an_api_server_that_leaves_ends_its_own_sequences(served: Served) -> None:
     leaving, staying = served.front(), served.front()
     leaving.send(ask(1, tokens=90))
     staying.send(ask(2, tokens=60))
@@ -320,7 +322,7 @@ def test_shutdown_ends_a_loop_that_reads_after_the_sender_has_closed(folder: Pat
         thread.join(DEADLINE)
 
 
-def test_an_engine_failure_is_told_once_and_ends_the_engine(
+def test_an_engine_failure_is_reported_once_and_ends_the_engine(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sequences do not end with it: a front that kept them goes on elsewhere."""
@@ -351,7 +353,7 @@ def test_an_oversized_message_is_refused_where_it_is_made() -> None:
         m.decode_to_engine(bytes(m.MAX_FRAME + 1))
 
 
-def test_a_heartbeat_says_at_once_that_all_is_done(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_heartbeat_reports_idleness_at_once(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(
         "weft.engine.server.engine_server.HEARTBEAT_S", 3600.0
     )  # none comes but those that are due to events
@@ -397,7 +399,7 @@ class Arrivals:
             self.taken += 1
         return []
 
-    def asked(self, scheduler: Scheduler) -> list[m.TokenEvent]:
+    def serve(self, scheduler: Scheduler) -> list[m.TokenEvent]:
         return []
 
 

@@ -276,7 +276,7 @@ def test_the_exchange_is_warmed_up_when_a_group_forms(
         ("transfer", "tcp"),
     ],
 )
-def test_ranks_that_disagree_on_transfers_are_told_apart_by_name(
+def test_ranks_that_disagree_on_transfers_are_distinguished_by_name(
     flag: str, value: Any, models: SeeingModels
 ) -> None:
     config = small(models, tensor_parallel_size=2, take_embeddings=True)

@@ -35,7 +35,6 @@ from weft.config.resolve import resolve
 from weft.engine.core import EngineCore
 from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.grammar import build
-from weft.scheduler.sequence import Running
 from weft.types import messages as m
 from weft.types.grammar import Grammar, Regex
 from weft.types.sampling import TokenParams
@@ -250,7 +249,7 @@ def test_a_compile_that_was_noticed_before_it_rang_lets_the_loop_sleep(tmp_path:
     poller.register(bell, zmq.POLLIN)
     engine.grammars._ring()
     assert poller.poll(1000)
-    assert engine.hear() == []
+    assert engine.poll() == []
     assert not poller.poll(0)
     engine.close()
     engine.grammars._ring()  # one that ends after the engine
@@ -266,7 +265,7 @@ def test_one_that_is_cancelled_while_it_compiles_is_forgotten(tmp_path: Path) ->
     (event,) = engine.finish(1)
     assert event.finish == "abort"
     for _ in range(9):
-        assert engine.hear() == []
+        assert engine.poll() == []
     assert not engine.blocked
     assert not automata.matchers
     # The same id again, as a later attempt has it.
@@ -274,7 +273,7 @@ def test_one_that_is_cancelled_while_it_compiles_is_forgotten(tmp_path: Path) ->
     until, tokens = time.monotonic() + DEADLINE, []
     while engine.has_work() or engine.blocked:
         assert time.monotonic() < until
-        tokens += [token for event in (*engine.hear(), *engine.step()) for token in event.token_ids]
+        tokens += [token for event in (*engine.poll(), *engine.step()) for token in event.token_ids]
     assert tokens == [1, 1, 1, 1]
     engine.close()
     assert automata.closed
@@ -316,19 +315,6 @@ class Client:
     def _made(self) -> int:
         return int(self.engine.stats().generation_tokens)
 
-    def return_to_router(self) -> bool:
-        (core,) = self.engine.cores("decode")
-        state = core.scheduler._state
-        for one in [one for one in state.running if not one.protected]:
-            assert isinstance(one.state, Running)
-            state.preempt(one, one.state)
-            return True
-        return False
-
-    def lose(self) -> bool:
-        self.engine.lose("decode0")
-        return True
-
 
 def settings(folder: Path) -> dict[str, Any]:
     common = {"model": str(folder), "dtype": "float64", "device": "cpu", "max_model_len": MAX_LEN}
@@ -365,7 +351,7 @@ def test_prefill_and_decode_apart_and_continued_after_each_token(client: Client,
     prefill, decode = (client.engine.cores(role)[0].stats() for role in ("prefill", "decode"))
     assert prefill.constrained_steps == 1, "the first token is masked where it is computed"
     assert decode.constrained_steps >= len(expected.token_ids) - 1
-    for how in (client.return_to_router, client.lose):
+    for how in (client.engine.return_to_router, client.engine.lose_decode):
         for after in range(2, len(expected.token_ids), 3):
             found = client.ask(grammar, after, how)
             assert (found.text, found.token_ids) == (expected.text, expected.token_ids), after

@@ -44,7 +44,7 @@ def make_rig(depth: int = 1, workers: int = 3, up: bool = True, **section: Any) 
 
 
 def load(rig: GroupRig, many: int = 6) -> None:
-    first = len(rig.told)
+    first = len(rig.outputs)
     for number in range(many):
         rig.submit(submit(first + number, [1 + number, 2, 3, 4, 5], max_tokens=6 + number))
 
@@ -53,7 +53,7 @@ def finish(rig: GroupRig) -> None:
     rig.drain()
     rig.ranks.engine.settle()
     rig.ranks.check_equal()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -106,12 +106,12 @@ def test_a_rank_that_never_loads_is_named() -> None:
 @pytest.mark.parametrize(
     ("error", "kind"), [(ConfigError("no room"), ConfigError), (EngineDead("no room"), GroupLost)]
 )
-def test_a_rank_that_cannot_load_as_it_is_told_is_a_mistake_of_who_told_it(
+def test_a_rank_that_cannot_load_its_configuration_is_a_config_error(
     error: WeftError, kind: type[WeftError]
 ) -> None:
     rig = make_rig(up=False)
-    told = f.encode(f.RankFailed(rank=3, epoch=-1, step=-1, error=error.info()))
-    rig.ranks.net.plant(LinkFault(peer=rig.ranks.peer(3), to_rank=False, at=1, deed=lambda data: [told]))
+    output = f.encode(f.RankFailed(rank=3, epoch=-1, step=-1, error=error.info()))
+    rig.ranks.net.plant(LinkFault(peer=rig.ranks.peer(3), to_rank=False, at=1, deed=lambda data: [output]))
     with pytest.raises(kind, match=r"rank 3 of the group is lost: no room"):
         rig.ranks.up()
 
@@ -218,7 +218,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.requirement("F27")
-def test_strangers_and_noise_are_answered_and_change_nothing() -> None:
+def test_invalid_frames_and_unknown_peers_change_nothing() -> None:
     rig = make_rig()
     stranger = rig.ranks.net.rank(b"x")
     outcome = f.StepOutcome(rank=1, epoch=0, step=0, checksum=1)
@@ -275,7 +275,7 @@ def test_an_exception_in_any_rank_names_it_and_the_next_epoch_works(
 
 
 @pytest.mark.requirement("A5")
-def test_a_collective_that_failed_is_blamed_on_who_says_nothing() -> None:
+def test_a_failed_collective_is_blamed_on_the_silent_rank() -> None:
     rig = make_rig()
     for rank in (0, 1, 3):
         break_at(rig.ranks.runners[rank], 4, CommLost("a peer is gone"))
@@ -291,7 +291,7 @@ def test_a_collective_that_failed_is_blamed_on_who_says_nothing() -> None:
     finish(rig)
 
 
-def test_a_collective_that_failed_everywhere_is_nobodys_fault() -> None:
+def test_a_collective_that_failed_on_all_ranks_blames_no_rank() -> None:
     rig = make_rig()
     for rank in range(4):
         break_at(rig.ranks.runners[rank], 4, CommLost("the link broke"))
@@ -331,7 +331,7 @@ def test_a_rank_that_is_gone_is_noticed_at_the_next_frame() -> None:
     finish(rig)
 
 
-def test_what_the_watch_finds_ends_the_epoch_at_the_next_step() -> None:
+def test_a_loss_found_by_the_watch_ends_the_epoch_at_the_next_step() -> None:
     rig = make_rig()
     load(rig)
     rig.step()
@@ -358,7 +358,7 @@ def _other(result: Any) -> Any:
     return replace(result, tokens=result.tokens + 1)
 
 
-def test_a_rank_that_was_started_anew_behind_our_back_ends_the_epoch() -> None:
+def test_a_rank_restarted_unnoticed_ends_the_epoch() -> None:
     rig = make_rig()
     load(rig)
     rig.step()
@@ -608,7 +608,7 @@ def test_finish_error_cancel_preemption_and_drain_all_travel_in_frames() -> None
     stats = rig.scheduler.stats()
     assert stats.preemptions > 0
     assert stats.row_errors == 1
-    assert {told.finish for told in rig.told.values()} == {"abort", "error", "length"}
+    assert {output.finish for output in rig.outputs.values()} == {"abort", "error", "length"}
     rig.submit(submit(50, [1, 2, 3], max_tokens=1))  # the plan that names the last sequences' ends
     finish(rig)
 

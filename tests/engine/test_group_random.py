@@ -35,13 +35,13 @@ class Load:
 
     def turn(self) -> None:
         rng, rig = self.rng, self.rig
-        if rng.random() < 0.3 and len(rig.told) < 40:
-            turn = [next_turn(rng, rig)] if rig.told and rng.random() < 0.5 else []
-            for one in random_submits(rng, len(rig.told), self.requests, turn or self.bases):
+        if rng.random() < 0.3 and len(rig.outputs) < 40:
+            turn = [next_turn(rng, rig)] if rig.outputs and rng.random() < 0.5 else []
+            for one in random_submits(rng, len(rig.outputs), self.requests, turn or self.bases):
                 rig.submit(one)
             self.requests += 1
-        if rng.random() < 0.05 and rig.told:
-            rig.finish(rng.randrange(len(rig.told)))
+        if rng.random() < 0.05 and rig.outputs:
+            rig.finish(rng.randrange(len(rig.outputs)))
         if rng.random() < 0.5 and len(rig.in_flight) < rig.depth:
             rig.plan()
         elif rig.in_flight:
@@ -62,7 +62,7 @@ def test_random_steps_and_no_table_diverges(least: int) -> None:
                 rig.ranks.check_equal()
         rig.drain()
         rig.ranks.check_equal()
-        rig.check_told()
+        rig.check_outputs()
         stats = rig.scheduler.stats()
         steps += stats.steps
         preempted += stats.preemptions
@@ -232,6 +232,6 @@ def test_planted_divergences_are_caught_and_the_group_goes_on(
         assert (plant.step is not None) == (rig.ranks.epoch == 1), "it was not caught, once"
         assert rig.ranks.clock.now() - began <= TIMEOUT
         rig.ranks.check_equal()
-        rig.check_told()
+        rig.check_outputs()
         rig.check_idle()
     assert caught >= 1

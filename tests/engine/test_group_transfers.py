@@ -148,7 +148,7 @@ def test_a_group_without_a_role_has_nothing_of_it(rig: GroupRig) -> None:
     rig.ranks.engine.check()
 
 
-def test_every_rank_carries_out_words_in_order_with_steps(rig: GroupRig) -> None:
+def test_ranks_execute_transfer_commands_in_order_with_steps(rig: GroupRig) -> None:
     recorded = equip(rig.ranks)
     rig.ranks.up()
     transfers = rig.ranks.engine.transfers
@@ -215,7 +215,7 @@ def test_caches_and_embeddings_have_transfers_of_their_own(rig: GroupRig) -> Non
     assert engine.transfers.take() == []
 
 
-def test_a_rank_that_ends_is_told_of_to_both() -> None:
+def test_an_ended_rank_is_reported_to_both_kinds_of_transfers() -> None:
     rig = GroupRig(kv_config(copies=4), 1)
     ranks, books = Ranks(rig.kv, 2), Books()
     ranks.books = books
@@ -246,7 +246,7 @@ def test_a_rank_that_joins_another_engine_stops_the_transfers_of_both(rig: Group
         assert [recorded[rank].log for rank in (1, 2)] == [["stop all"]] * 2
 
 
-def test_a_rank_whose_transfers_of_embeddings_have_failed_is_given_up(rig: GroupRig) -> None:
+def test_a_rank_with_failed_embedding_transfers_is_given_up(rig: GroupRig) -> None:
     """Another process can replace the rank."""
     equip(rig.ranks)
     embeddings = equip_embeddings(rig.ranks)
@@ -256,7 +256,7 @@ def test_a_rank_whose_transfers_of_embeddings_have_failed_is_given_up(rig: Group
         rig.ranks.workers[1].turn()
 
 
-def test_of_several_replicas_ranks_are_numbered_from_their_engine_on() -> None:
+def test_ranks_of_a_replica_are_numbered_from_its_engine_on() -> None:
     own, sent = FakeTransfer(4), []
     transfers = GroupTransfers(
         own, own.reports, lambda: [endpoint(0)] * 3, {5: 1, 6: 2}, lambda *to: sent.append(to)
@@ -264,7 +264,7 @@ def test_of_several_replicas_ranks_are_numbered_from_their_engine_on() -> None:
     assert transfers.ranks == range(3)
     transfers.send(f.StopTransfer(key=KEY))
     assert [rank for rank, _ in sent] == [5, 6]
-    transfers.heard(f.TransferStopped(rank=6, key=KEY))
+    transfers.report(f.TransferStopped(rank=6, key=KEY))
     transfers.ended(5)
     transfers.ended(4)  # the engine's own rank has no process to report
     assert set(transfers.take()) == {ev.RankStopped(KEY, 0), ev.RankStopped(KEY, 2), ev.RankGone(1)}
@@ -304,7 +304,7 @@ def test_a_rank_that_was_replaced_has_ended_and_the_next_one_has_an_endpoint_of_
     assert transfers.endpoints() == (endpoint(0), endpoint(1), endpoint(22))
 
 
-def test_an_idle_engine_wakes_when_a_rank_says_something(rig: GroupRig) -> None:
+def test_a_rank_report_wakes_an_idle_engine(rig: GroupRig) -> None:
     recorded = equip(rig.ranks)
     rig.ranks.up()
     transfers = rig.ranks.engine.transfers

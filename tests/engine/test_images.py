@@ -91,7 +91,7 @@ class BlindDecode(EnginePair):
 @pytest.mark.requirement("D20")
 @mostly_slow(("depth", "chunk", "method"), [(1, 0, "none"), (2, 5, "ngram")], [(2, 5, "ngram")])
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-5-moe-vision"])
-def test_who_decodes_never_sees_an_image(
+def test_a_decode_group_gets_no_pixels(
     name: str, depth: int, chunk: int, method: str, models: SeeingModels
 ) -> None:
     more: dict[str, Any] = {"steps_in_flight": depth, "long_prefill_token_threshold": chunk}

@@ -138,7 +138,7 @@ def run(core: EngineCore, submits: list[m.Submit]) -> dict[int, list[int]]:
             made[event.sequence] += event.token_ids
         if not core.has_work():
             return made
-        events = [*core.hear(), *core.step()]
+        events = [*core.poll(), *core.step()]
 
 
 @pytest.mark.requirement("D6")

@@ -162,7 +162,7 @@ def test_a_sequence_that_ends_with_its_first_token_opens_no_transfer(
 
 
 @pytest.mark.requirement("E3")
-def test_what_the_decoding_end_has_cached_is_not_sent_again(pairs: Callable[..., EnginePair]) -> None:
+def test_blocks_cached_at_the_decode_group_are_not_sent_again(pairs: Callable[..., EnginePair]) -> None:
     pair = pairs("llama")
     ids = prompts(5)[4]
     pair.submit(submit(1, ids, GREEDY))

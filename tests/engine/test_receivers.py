@@ -175,7 +175,7 @@ def test_no_receiver_runs_after_a_start_that_fails() -> None:
         (25, None, True, ""),
     ],
 )
-def test_what_does_not_fit_into_memory_is_refused(
+def test_weights_larger_than_memory_are_refused(
     told: ReceiveWeights,
     monkeypatch: pytest.MonkeyPatch,
     shared: int,

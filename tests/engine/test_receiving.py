@@ -66,7 +66,7 @@ class Decoding:
         """Run one iteration of the decode engine. Return True if a transfer was being received."""
         core, pair = self.pair.decode, self.pair
         core.check()
-        pair.take(core, core.hear())
+        pair.take(core, core.poll())
         stats = core.stats().transfers
         assert stats is not None
         before = len(self.plans)
@@ -95,7 +95,7 @@ def test_each_step_decodes_those_that_run_while_transfers_come_and_land(
             arrive(pair, arrivals.pop())
         core = pair.prefill
         core.check()
-        pair.take(core, core.hear())
+        pair.take(core, core.poll())
         if core.has_work():
             pair.take(core, core.step())
         receiving += decoding.turn()
@@ -130,7 +130,7 @@ def test_a_transfer_that_goes_no_further_costs_no_step(
         for _ in range(STEPS):
             if stage != "nothing was offered":
                 core = pair.prefill
-                pair.take(core, core.hear())
+                pair.take(core, core.poll())
                 if core.has_work():
                     pair.take(core, core.step())
             assert decoding.turn()

@@ -139,7 +139,7 @@ def test_tokens_are_equal_whatever_is_lost_when(folder: Path, depth: int) -> Non
 
 
 @mostly_slow("depth", [1, 2], [2])
-def test_tokens_are_told_that_were_committed_before_masks_found_the_loss(folder: Path, depth: int) -> None:
+def test_tokens_committed_before_the_loss_are_reported(folder: Path, depth: int) -> None:
     """A constrained step samples after the commit of the step before."""
     ends = (5,)
     made = [random_automaton(random.Random(number), VOCAB, ends) for number in range(10)]

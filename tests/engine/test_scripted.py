@@ -113,7 +113,7 @@ def test_an_entry_is_chosen_by_what_it_matches(rig: Any) -> None:
     assert got == ["sun", "number", "any", "colours", "fifth", "sun"]
 
 
-def test_where_nothing_is_left_the_error_shows_the_prompts_end(rig: Any) -> None:
+def test_a_used_up_script_is_an_error_with_the_end_of_the_prompt(rig: Any) -> None:
     made = rig({"match": "weather", "text": "sun"})
     with pytest.raises(InvalidRequest, match="is left for prompt 1, which ends with 'hi'"):
         made.submit("hi")
@@ -166,7 +166,7 @@ def test_ends(rig: Any, entry: dict[str, Any], params: dict[str, Any], output: s
     assert rig(entry).output(params=params) == (output, finish)
 
 
-def test_a_stop_id_is_told_and_an_error_comes_behind_the_tokens(rig: Any) -> None:
+def test_stop_ids_and_errors_follow_the_tokens(rig: Any) -> None:
     made = rig({"text": "ab"}, {"text": "ab", "finish": "error", "chunks": 9}, {"error": "overloaded"})
     first = made.submit()
     assert made.play()[first][-1][1].stop_id == END
@@ -194,7 +194,7 @@ def test_choices_of_a_request_have_outputs_of_their_own(rig: Any) -> None:
     assert made.output() == ("other<|im_end|>", "stop")
 
 
-def test_cached_tokens_are_told_once(rig: Any) -> None:
+def test_cached_tokens_are_reported_once(rig: Any) -> None:
     made = rig({"text": "ab", "num_cached": 3, "repeat": True})
     number = made.submit()
     assert [event.num_cached for _, event in made.play()[number]] == [3, 0, 0]
@@ -205,7 +205,7 @@ def test_cached_tokens_are_told_once(rig: Any) -> None:
 
 
 @pytest.mark.requirement("G20")
-def test_what_another_engine_began_goes_on(rig: Any) -> None:
+def test_a_sequence_begun_by_another_engine_continues(rig: Any) -> None:
     made = rig({"text": "zzz"}, {"text": "abc"})
     emitted = m.ids_to_bytes([97])
     assert made.output(emitted_ids=emitted, attempt=1) == ("bc<|im_end|>", "stop")
@@ -239,7 +239,7 @@ def test_a_sequence_that_is_finished_is_played_no_more(rig: Any) -> None:
         ({"pooling": "last"}, "input"),
     ],
 )
-def test_what_no_script_can_answer_is_refused(rig: Any, fields: dict[str, Any], named: str) -> None:
+def test_requests_without_a_scripted_answer_are_refused(rig: Any, fields: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequest, match="scripted") as caught:
         rig({"text": "one"}).submit(**fields)
     assert caught.value.param == named

@@ -22,23 +22,23 @@ def test_each_sequence_is_measured_once() -> None:
     times.submitted(submit(2), 1.0)
     times.admitted([1], 3.0)
     now = 5.0
-    times.told([TokenEvent(sequence=1, token_ids=(7,))])
+    times.record([TokenEvent(sequence=1, token_ids=(7,))])
     now = 6.0
-    times.told([TokenEvent(sequence=1, token_ids=(7,))])
+    times.record([TokenEvent(sequence=1, token_ids=(7,))])
     times.admitted([1, 2], 7.0)  # the first was preempted meanwhile
     now = 7.5
-    times.told([TokenEvent(sequence=2, token_ids=(7, 7), finish="length")])
+    times.record([TokenEvent(sequence=2, token_ids=(7, 7), finish="length")])
     assert (sum(times.queue.counts), times.queue.total) == (2, 3.0 + 6.0)
     assert (sum(times.prefill.counts), times.prefill.total) == (2, 2.0 + 0.5)
     assert len(times.queue.counts) == len(SECONDS) + 1
 
 
-def test_what_goes_on_from_elsewhere_and_the_probe_are_not_measured() -> None:
+def test_continued_sequences_and_the_probe_are_not_measured() -> None:
     times = StageTimes(None, lambda: 9.0)
     times.submitted(submit(1, emitted_ids=b"abcd"), 0.0)
     times.submitted(submit(2, salt=READINESS_SALT), 0.0)
     times.admitted([1, 2], 1.0)
-    times.told([TokenEvent(sequence=one, token_ids=(7,)) for one in (1, 2)])
+    times.record([TokenEvent(sequence=one, token_ids=(7,)) for one in (1, 2)])
     assert (times.queue.counts, times.prefill.counts) == ((), ())
 
 
@@ -50,6 +50,6 @@ def test_sequences_that_end_early_are_forgotten() -> None:
     times.forget(0)
     times.forget(2)
     failed = ErrorInfo(code="x", message="y")
-    times.told([TokenEvent(sequence=one, finish="error", error=failed) for one in (1, 3)])
+    times.record([TokenEvent(sequence=one, finish="error", error=failed) for one in (1, 3)])
     assert not times._queued
     assert not times._prefilling

@@ -13,7 +13,7 @@ from weft.engine.server.listener import Listener
 from weft.types import messages as m
 
 
-def test_a_front_that_said_hello_reads_the_reason(tmp_path: Path) -> None:
+def test_a_registered_api_server_gets_the_start_error(tmp_path: Path) -> None:
     context = zmq.Context()
     front = context.socket(zmq.DEALER)
     listener = Listener(f"ipc://{tmp_path}/head")

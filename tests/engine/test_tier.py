@@ -101,7 +101,7 @@ def bits(core: EngineCore, asked: list[Submit]) -> Bits:
     until = time.monotonic() + 60
     while left:
         assert time.monotonic() < until
-        for event in (*core.hear(), *(core.step() if core.has_work() else ())):
+        for event in (*core.poll(), *(core.step() if core.has_work() else ())):
             assert event.error is None
             if event.token_ids:
                 assert event.logprobs is not None
@@ -197,10 +197,10 @@ def test_a_sleep_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.Monkey
     try:
         for _ in range(2):
             assert bits(core, submits()) == reference
-            core.hear()
+            core.poll()
             assert core.tier is not None
             assert core.tier.copying
-            core.weights.free(False, core.hear)
+            core.weights.free(False, core.poll)
             assert not core.tier.copying
     finally:
         core.close()
@@ -220,7 +220,7 @@ print("done", flush=True)
 core.tier.finish()
 print("stored", flush=True)
 while True:
-    core.hear()
+    core.poll()
 """
 
 
@@ -296,7 +296,7 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
         until = time.monotonic() + 20
         while not two.stats().tier.blocks:  # type: ignore[union-attr]
             assert time.monotonic() < until
-            two.hear()
+            two.poll()
             time.sleep(0.05)
         assert bits(two, submits()) == made
         stats = two.stats().tier
@@ -380,7 +380,7 @@ def test_a_killed_rank_ends_no_pin_late(tmp_path: Path) -> None:
         while not core.stats().recoveries:
             assert time.monotonic() < until
             core.check()
-            core.hear()
+            core.poll()
             if core.has_work():
                 core.step()
         again = bits(core, submits())

@@ -65,7 +65,7 @@ def run(
             until = time.monotonic() + 60
             while core.tier is not None and core.tier.loads.moving:  # until all blocks are stored
                 assert time.monotonic() < until
-                core.hear()
+                core.poll()
             core.scheduler.forget_prefixes()
         stats = core.stats().tier
     finally:

@@ -55,7 +55,7 @@ def until_known(core: EngineCore, level: str = "remote") -> None:
     end = time.monotonic() + 30
     while not core.stats().tier.levels.get(level) or not core.stats().tier.levels[level].blocks:  # type: ignore[union-attr]
         assert time.monotonic() < end
-        core.hear()
+        core.poll()
         time.sleep(0.02)
 
 

@@ -123,7 +123,7 @@ def test_a_peer_that_came_later_is_reached_then(engine: Engine, folder: Path) ->
 
 
 @pytest.mark.requirement("E22")
-def test_an_engine_without_transfers_connects_to_nobody_and_ends_at_once(folder: Path) -> None:
+def test_an_engine_without_transfers_connects_to_no_peer_and_ends_at_once(folder: Path) -> None:
     engine = Engine(folder)
     assert engine.channel._others == {}
     began = time.monotonic()
@@ -132,7 +132,7 @@ def test_an_engine_without_transfers_connects_to_nobody_and_ends_at_once(folder:
     assert not (folder / "head").exists()
 
 
-def test_what_is_no_envelope_is_counted_and_dropped(engine: Engine) -> None:
+def test_invalid_envelopes_are_counted_and_dropped(engine: Engine) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.connect(engine.channel.address)
@@ -176,7 +176,9 @@ class TestOverHosts:
             time.sleep(0.005)
         return got
 
-    def test_who_knows_the_secret_is_heard(self, channels: Callable[[bytes], ZmqTransferChannel]) -> None:
+    def test_channels_with_the_same_secret_exchange_messages(
+        self, channels: Callable[[bytes], ZmqTransferChannel]
+    ) -> None:
         here, there = channels(self.SECRET), channels(self.SECRET)
         here.send(Peer(there.address, 1), b"offer", asks=True)
         assert self.heard(there, SECONDS) == [b"offer"]
@@ -184,7 +186,7 @@ class TestOverHosts:
         assert self.heard(here, SECONDS) == [b"answer"]
 
     @pytest.mark.requirement("E1")
-    def test_who_does_not_is_neither_heard_nor_told(
+    def test_channels_with_different_secrets_exchange_nothing(
         self, channels: Callable[[bytes], ZmqTransferChannel]
     ) -> None:
         here, stranger = channels(self.SECRET), channels(b"another secret of 16")
@@ -236,7 +238,7 @@ class TestPeerWatch:
             monkeypatch.delattr(os, "pidfd_open")
         watch = PeerWatch()
         child = self.process()
-        watch.heard(self.PEER, self.of(child))
+        watch.register(self.PEER, self.of(child))
         watch.look()
         assert watch.take() == []
         assert watch.here(self.PEER)
@@ -255,7 +257,7 @@ class TestPeerWatch:
         child = self.process()
         poller = zmq.Poller()
         poller.register(watch.sockets[0], zmq.POLLIN)
-        watch.heard(self.PEER, self.of(child))
+        watch.register(self.PEER, self.of(child))
         assert not poller.poll(0)
         child.kill()
         assert poller.poll(SECONDS * 1e3)
@@ -267,23 +269,23 @@ class TestPeerWatch:
     def test_another_process_of_the_same_number_is_another(self) -> None:
         watch = PeerWatch()
         me = own_process()
-        watch.heard(self.PEER, me._replace(started=me.started - 1))
+        watch.register(self.PEER, me._replace(started=me.started - 1))
         assert watch.take() == [self.PEER]
         watch.close()
 
-    def test_a_process_that_had_ended_before_it_was_heard_of(self) -> None:
+    def test_a_process_that_ended_before_its_registration(self) -> None:
         watch = PeerWatch()
         child = self.process()
         process = self.of(child)
         child.kill()
         child.wait()
-        watch.heard(self.PEER, process)
+        watch.register(self.PEER, process)
         assert watch.take() == [self.PEER]
         watch.close()
 
-    def test_of_processes_elsewhere_nothing_is_known(self) -> None:
+    def test_processes_of_other_hosts_are_not_watched(self) -> None:
         watch = PeerWatch()
-        watch.heard(self.PEER, own_process()._replace(host="elsewhere", pid=1 << 30))
+        watch.register(self.PEER, own_process()._replace(host="elsewhere", pid=1 << 30))
         watch.look()
         assert watch.take() == []
         assert watch.knows(self.PEER)
@@ -293,13 +295,13 @@ class TestPeerWatch:
     def test_nothing_is_left_open(self) -> None:
         before = len(os.listdir("/proc/self/fd"))
         watch = PeerWatch()
-        watch.heard(self.PEER, own_process())
+        watch.register(self.PEER, own_process())
         assert watch.sockets
         watch.close()
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_an_arrival_says_who_and_which_process(engine: Engine, folder: Path) -> None:
+def test_an_arrival_names_peer_and_process(engine: Engine, folder: Path) -> None:
     channel = ZmqTransferChannel(f"ipc://{folder}/second", 9)
     got: list[Arrived] = []
     try:

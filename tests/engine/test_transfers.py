@@ -50,7 +50,7 @@ def test_a_transfer_from_its_offer_to_its_landing() -> None:
     land(pair, key)
     assert sender.scheduler.kinds(key) == ["TransferBound", "TransferReceived"]
     assert receiver.scheduler.kinds(key) == ["TransferWanted", "TransferReceived"]
-    received = receiver.scheduler.told[-1]
+    received = receiver.scheduler.reported[-1]
     assert isinstance(received, r.TransferReceived)
     assert received.first == (r.FirstToken(0, 5),)
     assert kinds(sender) == ["PushTransfer", "StopTransfer"]
@@ -64,14 +64,14 @@ def test_a_transfer_from_its_offer_to_its_landing() -> None:
     assert not sender.transfers.moving
 
 
-def test_what_a_scheduler_asks_is_carried_out_at_once() -> None:
+def test_requests_of_a_scheduler_are_executed_in_the_same_iteration() -> None:
     """The request follows the launch of the admitting plan in the same iteration."""
     pair = Pair()
     key = pair.open(1)
     pair.run(0.2)
     sent = pair.net.sent
     pair.admit(key)
-    pair.sender.transfers.asked(pair.sender.scheduler)
+    pair.sender.transfers.serve(pair.sender.scheduler)
     assert pair.net.sent == sent + 1
 
 
@@ -141,7 +141,7 @@ def test_a_peer_that_has_ended_fails_its_transfers_at_once_and_gives_their_memor
         pair.sender.turn()
         pair.sender.turn()  # the ranks have stopped
         assert pair.sender.scheduler.kinds(key)[-2:] == ["TransferFailed", "TransferFreed"]
-        failed = pair.sender.scheduler.told[-2]
+        failed = pair.sender.scheduler.reported[-2]
         assert isinstance(failed, r.TransferFailed)
         assert failed.error.code == "peer_ended", "a front sends nothing there, then"
         assert not pair.sender.scheduler.held
@@ -152,7 +152,7 @@ def test_a_peer_that_has_ended_fails_its_transfers_at_once_and_gives_their_memor
         assert pair.sender.scheduler.kinds(late) == ["TransferFailed", "TransferFreed"]
 
 
-def test_a_transfer_whose_peer_was_never_heard_of_is_given_up() -> None:
+def test_a_transfer_of_an_unknown_peer_is_given_up() -> None:
     """The peer ended before its first message. No watch sees this, and the deadline has not started."""
     pair = Pair()
     pair.sender.alive = False
@@ -231,7 +231,7 @@ def test_a_transfer_that_was_put_off_is_bound_as_soon_as_there_are_blocks() -> N
     assert scheduler.kinds(key) == ["TransferWanted", "TransferReceived"]
 
 
-def test_a_group_that_is_lost_ends_its_transfers_and_ranks_that_run_on_are_told_again() -> None:
+def test_a_lost_group_ends_its_transfers_and_repeats_stops_to_live_ranks() -> None:
     pair = Pair()
     key = pair.bound()
     sender = pair.sender
@@ -330,14 +330,14 @@ def test_a_message_that_cannot_be_taken_in_ends_its_transfer_alone(monkeypatch: 
     pair = Pair()
     first, second = pair.bound(1), pair.key(2)
     machine = pair.receiver.transfers._machine
-    heard = machine._heard
+    handled = machine._message
 
-    def poisoned(event: ev.Heard, now: float) -> list[ev.Action]:
+    def poisoned(event: ev.PeerMessage, now: float) -> list[ev.Action]:
         if event.message.key == first and isinstance(event.message, r.Metadata):
             raise ZeroDivisionError
-        return heard(event, now)
+        return handled(event, now)
 
-    monkeypatch.setattr(machine, "_heard", poisoned)
+    monkeypatch.setattr(machine, "_message", poisoned)
     pair.finish(first)
     pair.run(1.0)
     assert pair.receiver.scheduler.kinds(first)[-2:] == ["TransferFailed", "TransferFreed"]
@@ -347,7 +347,7 @@ def test_a_message_that_cannot_be_taken_in_ends_its_transfer_alone(monkeypatch: 
     assert second in pair.receiver.ranks.busy
 
 
-def test_an_engine_that_ends_says_so() -> None:
+def test_an_ending_engine_notifies_its_peers() -> None:
     """The other end does not wait for a deadline."""
     pair = Pair()
     key = pair.bound()

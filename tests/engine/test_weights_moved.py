@@ -56,7 +56,7 @@ def tokens(core: EngineCore, number: int, count: int = 24) -> list[int]:
     while True:
         assert time.monotonic() < until
         core.check()
-        for event in (*core.hear(), *(core.step() if core.has_work() else ())):
+        for event in (*core.poll(), *(core.step() if core.has_work() else ())):
             assert event.error is None
             made += event.token_ids
             if event.finish is not None:
@@ -65,7 +65,7 @@ def tokens(core: EngineCore, number: int, count: int = 24) -> list[int]:
 
 def hear(core: EngineCore) -> None:
     core.check()
-    core.hear()
+    core.poll()
     if core.recovering:
         core.step()
 

@@ -138,7 +138,7 @@ def row() -> p.Segment:
     )
 
 
-def test_a_transfer_that_fails_on_a_rank_is_told(start: Callable[..., tuple[Engine, Side]]) -> None:
+def test_a_transfer_failed_on_a_rank_is_reported(start: Callable[..., tuple[Engine, Side]]) -> None:
     engine, side = start("decode")
     engine.take()
     bound = side.bound([[4, 4, 5]])
@@ -181,7 +181,7 @@ def test_a_rank_without_transfers_refuses_transfers(start: Callable[..., tuple[E
     assert "without KV transfers" in told.error.message
 
 
-def test_with_another_engine_all_transfers_stop_and_nothing_is_told_of_them(
+def test_another_engine_stops_all_transfers_without_reports(
     start: Callable[..., tuple[Engine, Side]], tmp_path: Path
 ) -> None:
     engine, side = start("decode")
@@ -210,7 +210,7 @@ def test_with_another_engine_all_transfers_stop_and_nothing_is_told_of_them(
     assert engine.take() == f.TransferStopped(rank=1, key=late), "and nothing of the room before"
 
 
-def test_the_next_engine_hears_of_caches_that_no_transfer_touches_any_more(
+def test_the_next_engine_learns_which_caches_are_free(
     start: Callable[..., tuple[Engine, Side]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy in progress ends first. If the copy does not end in time, the rank ends."""

@@ -18,7 +18,7 @@ from weft.disagg.protocol import transfer_events as ev
 from weft.disagg.protocol.group_layout import blocks_of
 from weft.disagg.protocol.transfer_table import TransferPatience
 from weft.engine.disagg.engine_transfers import EngineTransfers
-from weft.engine.disagg.group_transfers import RankWord
+from weft.engine.disagg.group_transfers import RankEvent
 from weft.engine.disagg.peers import PeerProcess, PeerWatch, own_process
 from weft.engine.disagg.transfer_channel import Arrived
 from weft.types import frames as f
@@ -93,7 +93,7 @@ class FakeRanks:
     def __init__(self, transport: str = "shm") -> None:
         self.transport = transport
         self.frames: list[f.TransferToRank] = []
-        self.said: deque[RankWord] = deque()
+        self.said: deque[RankEvent] = deque()
         self.busy: set[TransferKey] = set()
         """Transfers that ranks move."""
         self.deaf: set[int] = set()
@@ -115,7 +115,7 @@ class FakeRanks:
         for rank in self.ranks:
             self.said.append(ev.RankReport(key, rank, outcome, error))
 
-    def take(self) -> list[RankWord]:
+    def take(self) -> list[RankEvent]:
         said = list(self.said)
         self.said.clear()
         return said
@@ -128,13 +128,13 @@ class FakeScheduler:
         self.free = list(range(1, BLOCKS))
         self.held: dict[TransferKey, list[int]] = {}
         self.requests: deque[r.TransferRequest] = deque()
-        self.told: list[r.TransferEvent] = []
+        self.reported: list[r.TransferEvent] = []
         self.later: dict[TransferKey, None] = {}
         """Postponed transfers."""
         self.refuse = refuse
 
     def kinds(self, key: TransferKey) -> list[str]:
-        return [type(event).__name__ for event in self.told if event.key == key]
+        return [type(event).__name__ for event in self.reported if event.key == key]
 
     def hold(self, key: TransferKey) -> tuple[r.Blocks, ...]:
         assert key not in self.held
@@ -154,7 +154,7 @@ class FakeScheduler:
         return asked
 
     def transfer(self, event: r.TransferEvent, now: float) -> list[TokenEvent]:
-        self.told.append(event)
+        self.reported.append(event)
         key = event.key
         match event:
             case r.TransferWanted():
@@ -178,7 +178,7 @@ class FakeScheduler:
 class FakePeers(PeerWatch):
     """A watch without processes: the test reports ends of processes."""
 
-    def heard(self, peer: Peer, process: PeerProcess) -> None:
+    def register(self, peer: Peer, process: PeerProcess) -> None:
         self._known.setdefault(peer, process)
 
     def end(self, peer: Peer) -> None:

@@ -95,7 +95,7 @@ class Server:
         for client in self.clients:
             client.send(str(tokens))
 
-    def told(self) -> list[str]:
+    def received(self) -> list[str]:
         """Return the answers, which are equal at all API servers."""
         answers = [list(json.loads(client.line())) for client in self.clients]
         assert all(answer == answers[0] for answer in answers)

@@ -101,7 +101,7 @@ class Engine:
         self.faults = chain(folder, plans, after)
         self.core = EngineCore(msgspec.structs.replace(config, faults=self.faults), progress=False)
         self.core.runner.membership.tries.budget.most = 100  # type: ignore[attr-defined]
-        self.told: dict[int, Told] = {}
+        self.received: dict[int, Told] = {}
         self._next = 1
 
     def go(self) -> None:
@@ -113,10 +113,10 @@ class Engine:
         asked = requests(self._next, tokens)
         self._next += 10
         for submit in asked:
-            self.told[submit.sequence] = Told()
+            self.received[submit.sequence] = Told()
             self.core.submit(submit)
         self.run()
-        told = [self.told[submit.sequence] for submit in asked]
+        told = [self.received[submit.sequence] for submit in asked]
         assert [one.finish for one in told] == ["length"] * len(asked)
         return [one.tokens for one in told]
 
@@ -126,7 +126,7 @@ class Engine:
         while self.core.has_work():
             assert time.monotonic() < until, "the engine hangs"
             for event in self.core.step():
-                told = self.told[event.sequence]
+                told = self.received[event.sequence]
                 assert told.finish is None
                 told.tokens += event.token_ids
                 told.finish = event.finish

@@ -63,20 +63,20 @@ def test_two_hosts_and_the_loss_of_the_second(cluster: Cluster, alone: Alone) ->
     server = cluster.start(**TENSOR)
     there = server.engines[1]
     server.ask()
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     head = server.engines[0].one("head")
     server.ask()
     time.sleep(0.5)
     there.kill()
     server.engines[1] = cluster.engine("unified0", namespace=1, index=1)
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     assert server.engines[0].one("head") == head
     assert server.restarts() == 0
     server.stop()
 
 
 @pytest.mark.grid
-def test_two_hosts_and_what_befalls_either(cluster: Cluster, alone: Alone) -> None:
+def test_faults_of_either_of_two_hosts(cluster: Cluster, alone: Alone) -> None:
     server = cluster.start(**TENSOR)
     recoveries = 0.0
     for deed in (KILL, STOP, CABLE, ZERO, HEAD, HOST):
@@ -92,7 +92,7 @@ def test_two_hosts_and_what_befalls_either(cluster: Cluster, alone: Alone) -> No
         else:
             rank = server.engines[0].one("head") if deed == ZERO else kept
             os.kill(rank, signal.SIGSTOP if deed == STOP else signal.SIGKILL)
-        assert server.told() == alone.texts, deed
+        assert server.received() == alone.texts, deed
         if deed in (CABLE, ZERO, HEAD):
             assert there.one("rank") == kept, "a rank that lost its engine keeps its weights"
         if deed in (KILL, STOP, CABLE):
@@ -100,7 +100,7 @@ def test_two_hosts_and_what_befalls_either(cluster: Cluster, alone: Alone) -> No
             assert counted > recoveries, deed
             recoveries = counted
     server.ask()
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     assert [engine.restarts for engine in server.engines] == [2, 1]
     server.stop()
 
@@ -121,7 +121,7 @@ def test_engines_on_two_hosts(cluster: Cluster, alone: Alone, spread: int, layou
     server = cluster.start(spread, **layout) if spread > 1 else cluster.groups(*map(dict, PAIR), **layout)
     server.until_whole()
     server.ask()
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     counted = server.metrics()
     made = [value for name, value in counted.items() if name.startswith("generation_tokens_total:")]
     assert len(made) == 2
@@ -138,7 +138,7 @@ def test_two_groups_that_span_the_same_two_hosts(cluster: Cluster, alone: Alone)
     server = cluster.front(engines)
     server.until_whole()
     server.ask()
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     server.stop()
 
 
@@ -151,7 +151,7 @@ def test_ranks_of_another_host_outlive_their_engine(cluster: Cluster, alone: Alo
         server.ask()
         time.sleep(1.5)
         os.kill(server.engines[0].one("head"), number)
-        assert server.told() == alone.texts
+        assert server.received() == alone.texts
     assert server.engines[1].one("rank") == kept
     assert [engine.restarts for engine in server.engines] == [3, 0]
     server.stop()
@@ -159,11 +159,11 @@ def test_ranks_of_another_host_outlive_their_engine(cluster: Cluster, alone: Alo
 
 @pytest.mark.grid
 @pytest.mark.parametrize("shared", [False, True], ids=["groups", "experts"])
-def test_what_befalls_engines_of_another_host(cluster: Cluster, alone: Alone, shared: bool) -> None:
+def test_faults_of_engines_on_another_host(cluster: Cluster, alone: Alone, shared: bool) -> None:
     server = pair_or_group(cluster, shared)
     server.until_whole()
     server.ask()
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     failovers = 0.0
     for deed in (KILL, STOP, CABLE, ZERO):
         server.ask()
@@ -175,13 +175,13 @@ def test_what_befalls_engines_of_another_host(cluster: Cluster, alone: Alone, sh
         else:
             host = server.engines[deed != ZERO]
             os.kill(host.one("head"), signal.SIGSTOP if deed == STOP else signal.SIGKILL)
-        assert server.told() == alone.texts, deed
+        assert server.received() == alone.texts, deed
         counted = server.until_whole()
         assert counted["front_failovers_total"] > failovers, deed
         failovers = counted["front_failovers_total"]
     assert [engine.restarts for engine in server.engines] == [1, 2]
     server.ask()
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     server.stop()
 
 
@@ -196,12 +196,12 @@ def test_an_engine_that_stops_before_it_listens(cluster: Cluster, alone: Alone) 
     until(lambda: any(pid != killed for pid in host.ranks("head")))
     os.kill(found := host.ranks("head")[0], signal.SIGSTOP)
     stopped = time.monotonic()
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     until(lambda: not is_alive(found), LISTEN_S + 30)
     server.until_whole()
     assert time.monotonic() > stopped + LISTEN_S / 2, "it was to be stopped before it listened"
     server.ask()
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     assert host.restarts == 2
     server.stop()
 
@@ -216,18 +216,18 @@ def test_a_host_that_dies_and_returns(cluster: Cluster, alone: Alone, shared: bo
     time.sleep(0.3)
     server.engines[1].kill()
     if not shared:
-        assert server.told() == alone.texts
+        assert server.received() == alone.texts
         assert not server.metrics().get("engine_up:unified1")  # or forgotten, with the lease
     again = {"namespace": 1, "index": 1} if shared else {"namespace": 1}
     name = "unified0" if shared else "unified1"
     server.engines[1] = cluster.engine(name, **again)
     if shared:
-        assert server.told() == alone.texts
+        assert server.received() == alone.texts
     server.until_whole()
     twin = cluster.engine(name, **again)  # the same command again, as after a copy
     assert twin.process.wait(deadline(60)) == 2
     server.ask()
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     assert server.restarts() == 0
     server.stop()
 
@@ -240,7 +240,7 @@ def test_an_api_server_that_is_started_again(cluster: Cluster, alone: Alone) -> 
     server.fronts[0].kill()
     again = cluster.front(server.engines)
     again.ask()
-    assert again.told() == alone.texts
+    assert again.received() == alone.texts
     assert [again.engines[0].one("head"), again.engines[1].one("rank")] == kept
     again.stop()
 
@@ -258,7 +258,7 @@ def test_a_head_with_other_settings(cluster: Cluster, alone: Alone, tmp_path: Pa
     assert "--max-num-seqs" in told
     server.engines[1] = cluster.engine("unified0", namespace=1, index=1, file=file)
     server.ask()
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     server.stop()
 
 

@@ -59,7 +59,7 @@ def test_a_wrong_secret_a_wrong_port_other_settings_and_a_late_host(
     late = cluster.engine("unified0", file=file, **here)
     server = cluster.front([head, late])
     server.ask()
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     # the message is rate-limited, however often the host retries
     assert head.log.read_text().count("rejected a connection") <= 3
     server.stop()

@@ -31,7 +31,7 @@ def test_one_group_sends_over_shared_memory_and_over_tcp(cluster: Cluster, alone
     server = cluster.groups(*map(dict, GROUPS))
     server.until_whole(3)
     server.ask()
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     counted, metrics = sent(server), server.metrics()
     assert set(counted) == {"shm", "tcp"}, counted
     assert counted["shm"] > 0
@@ -48,7 +48,7 @@ def test_groups_that_can_not_meet_answer_all_the_same(cluster: Cluster, alone: A
     server = cluster.groups(*map(dict, GROUPS), transfer="shm")
     server.until_whole(3)
     server.ask()
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     assert set(sent(server)) == {"shm"}
     server.stop()
 
@@ -59,10 +59,10 @@ def test_a_sender_that_starts_again_chooses_again(cluster: Cluster, alone: Alone
     server = cluster.groups(*map(dict, GROUPS))
     server.until_whole(3)
     server.ask()
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     os.kill(server.engines[0].one("head"), signal.SIGKILL)
     server.ask()
     time.sleep(0.5)
-    assert server.told() == alone.texts
+    assert server.received() == alone.texts
     assert set(sent(server)) == {"shm", "tcp"}
     server.stop()

@@ -55,7 +55,7 @@ def answer_through(deed: str, cluster: Cluster, server: Server, alone: Alone) ->
     server.ask()
     time.sleep(0.4)
     disturb(cluster.hosts, deed)
-    assert server.told() == alone.texts, deed
+    assert server.received() == alone.texts, deed
 
 
 def test_connections_of_api_server_engines_and_transfers(cluster: Cluster, alone: Alone) -> None:

@@ -22,7 +22,7 @@ GROUPS = (
 
 @pytest.mark.requirement("E1")
 @pytest.mark.grid
-def test_caches_cross_the_network_and_what_befalls_it(cluster: Cluster, alone: Alone) -> None:
+def test_caches_survive_faults_of_the_network(cluster: Cluster, alone: Alone) -> None:
     """Sequences of the other host continue here when its engine is killed, stopped or unreachable."""
     server = cluster.groups(*map(dict, GROUPS))
     for deed in ("quiet", "killed", "cable", "quiet"):
@@ -34,5 +34,5 @@ def test_caches_cross_the_network_and_what_befalls_it(cluster: Cluster, alone: A
             cluster.hosts.cable("down")
             time.sleep(12)
             cluster.hosts.cable("up")
-        assert server.told() == alone.texts, deed
+        assert server.received() == alone.texts, deed
     server.stop()

@@ -127,7 +127,7 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
     shutil.rmtree(folder)
 
 
-def test_a_group_that_never_forms_is_no_mistake_of_who_asked(tmp_path: Path) -> None:
+def test_a_group_that_never_forms_is_no_client_error(tmp_path: Path) -> None:
     """A rank that is killed while loading gives status 1, not 2: the command line is correct."""
     (tmp_path / "go").touch()
     plans, settings = json.dumps([(1, "load", "kill")]), json.dumps({"tensor_parallel_size": 2})

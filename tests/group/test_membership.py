@@ -120,7 +120,7 @@ def test_one_rank_alone_runs_at_once_and_has_nobody_to_lose() -> None:
     assert isinstance(rig.group.failed, GroupLost)
 
 
-def test_what_was_lost_is_replaced_when_the_engine_has_dropped_its_steps() -> None:
+def test_lost_ranks_are_replaced_after_the_engine_has_dropped_its_steps() -> None:
     rig = Rig()
     rig.run()
     assert kinds(rig.feed(t.Gone(1, "its process ended"))) == ["Abort", "Abort", "Abort"]
@@ -139,7 +139,7 @@ def test_what_was_lost_is_replaced_when_the_engine_has_dropped_its_steps() -> No
 
 
 @pytest.mark.parametrize("collective", [False, True])
-def test_a_rank_that_told_of_its_failure_is_not_replaced(collective: bool) -> None:
+def test_a_rank_that_reported_its_failure_is_not_replaced(collective: bool) -> None:
     rig = Rig()
     rig.run()
     error = EngineDead("planted").info()
@@ -150,7 +150,7 @@ def test_a_rank_that_told_of_its_failure_is_not_replaced(collective: bool) -> No
     assert kinds(rig.resume()) == ["Form", "Form", "Connect"]
 
 
-def test_who_says_nothing_is_why_a_collective_failed() -> None:
+def test_a_silent_rank_is_blamed_for_a_failed_collective() -> None:
     rig = Rig()
     rig.run()
     assert rig.feed(t.OwnFailure(0, "a peer is gone", collective=True)) == [t.Abort()]
@@ -203,7 +203,7 @@ def test_nothing_is_tried_twice_before_the_first_epoch(outlived: bool) -> None:
     assert (rig.group.phase == "ended") != outlived
 
 
-def test_who_ends_with_the_engine_before_is_replaced_without_a_warning(
+def test_ranks_that_end_with_their_engine_are_replaced_without_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A new engine finds ranks that are ending, but have not ended yet."""
@@ -217,14 +217,14 @@ def test_who_ends_with_the_engine_before_is_replaced_without_a_warning(
 
 
 @pytest.mark.parametrize(("error", "kind"), [(ConfigError("no"), ConfigError), (EngineDead("no"), GroupLost)])
-def test_who_cannot_load_as_it_is_told(error: Any, kind: type[Exception]) -> None:
+def test_errors_of_a_rank_that_cannot_load(error: Any, kind: type[Exception]) -> None:
     rig = Rig()
     rig.spawn()
     rig.feed(rig.hello(1), rig.says(1, f.RankFailed(rank=1, epoch=-1, step=-1, error=error.info())))
     assert type(rig.group.failed) is kind
 
 
-def test_what_is_lost_while_this_rank_loads_is_replaced_when_it_is_ready() -> None:
+def test_a_rank_lost_during_loading_is_replaced_when_this_rank_is_ready() -> None:
     rig = Rig()
     rig.spawn(outlived=True)
     for rank in rig.ranks:
@@ -272,7 +272,7 @@ def test_a_rank_that_does_not_come_to_the_next_engine_is_started_again() -> None
     assert rig.group.epoch == 5, "no rank has seen it"
 
 
-def test_who_is_silent_is_lost() -> None:
+def test_a_silent_rank_is_lost() -> None:
     rig = Rig()
     rig.run()
     heard = t.FrameReceived(b"", f.RankHeartbeat(rank=1, epoch=0, step=0, incarnation="head"))
@@ -336,14 +336,14 @@ def test_ranks_of_a_group_that_was_given_up_are_dismissed() -> None:
     assert str(rig.group.failed) == "planted"
 
 
-def test_silence_is_counted_from_what_was_heard_and_not_by_who_was_away() -> None:
+def test_silence_does_not_count_while_the_watcher_was_stopped() -> None:
     alive = Liveness(6.0)
     alive.expect([1, 2], 0.0)
     now = 0.0
     while now < 5.5:
         now += 0.5
-        alive.heard(1, now)
-        alive.heard(9, now)
+        alive.heartbeat(1, now)
+        alive.heartbeat(9, now)
         assert alive.silent(now) is None
     assert alive.silent(now + 1.0) == 2
     alive.expect([1, 2], 100.0)
@@ -369,7 +369,7 @@ def test_an_epoch_that_is_lost_before_anybody_looked_at_it_waits_to_be_resumed()
     assert (rig.group.phase, rig.group.tries._left) == ("gathering", left)
 
 
-def test_nobody_is_late_to_form_while_a_failed_connect_is_judged() -> None:
+def test_no_rank_is_late_while_a_failed_connect_is_judged() -> None:
     rig = Rig(3)
     rig.run()
     rig.feed(t.Gone(3, "killed"), t.Resume(GroupLost(3, "killed")), t.Spawned(3, False), after=1.0)
@@ -402,7 +402,7 @@ def test_an_engine_that_stood_still_gives_ranks_their_time() -> None:
     assert "finish step 0" in str(rig.group.lost)
 
 
-def test_what_is_told_of_an_epoch_that_is_over_costs_no_try() -> None:
+def test_reports_of_an_ended_epoch_cost_no_try() -> None:
     rig = Rig(6)
     rig.run()
     rig.feed(t.Gone(1, "killed"), t.Resume(GroupLost(1, "killed")), t.Spawned(1, False), after=1.0)

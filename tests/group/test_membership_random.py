@@ -27,7 +27,7 @@ def play(seed: int, tensor: int, replicas: int) -> World:
 @pytest.mark.requirement("F48")
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("least", [1_000, pytest.param(20_000, marks=pytest.mark.grid)])
-def test_whatever_befalls(replicas: int, least: int) -> None:
+def test_random_faults_keep_the_invariants(replicas: int, least: int) -> None:
     counts: Counter[str] = Counter()
     seed = 0
     while counts["faults"] < least:

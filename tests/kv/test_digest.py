@@ -120,7 +120,7 @@ def test_blocks_in_one_op_or_many_are_the_same_tables() -> None:
         replace(BASE, ops=(*BASE.ops, SaveState(slot=0, kind=1, block=2))),
     ],
 )
-def test_what_differs_shows(other: StepPlan) -> None:
+def test_different_tables_have_different_digests(other: StepPlan) -> None:
     assert digest(other) != digest(BASE)
 
 

@@ -70,7 +70,7 @@ def test_the_least_recently_used_goes_and_a_pinned_one_stays() -> None:
 
 
 @pytest.mark.requirement("D7")
-def test_what_is_evicted_goes_to_the_host_and_comes_back() -> None:
+def test_evicted_embeddings_move_to_the_host_and_back() -> None:
     cache = EmbeddingCache(2, 3, row_bytes=1)
     add(cache, 1, 2)
     two = add(cache, 2)
@@ -92,7 +92,7 @@ def test_what_is_evicted_goes_to_the_host_and_comes_back() -> None:
 
 
 @pytest.mark.requirement("D7")
-def test_what_somebody_waits_for_leaves_the_host_for_nobody_who_does_not() -> None:
+def test_wanted_embeddings_stay_on_the_host() -> None:
     wanted = {1}
     cache = EmbeddingCache(1, 2, wanted=lambda name: name[0] in wanted)
     for name in range(1, 5):

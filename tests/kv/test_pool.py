@@ -179,7 +179,7 @@ def test_a_forgotten_block_in_use_is_free_after_its_last_reference() -> None:
     assert sorted(pool.take() for _ in range(3)) == [1, 2, 3]
 
 
-def test_only_who_has_a_block_pins_it_and_gives_it_back_once() -> None:
+def test_pins_need_a_used_block_and_end_once() -> None:
     pool = BlockPool(1)
     with pytest.raises(EngineDead, match="has no references"):
         pool.pin(1)

@@ -93,7 +93,7 @@ def test_nothing_is_needed_and_nothing_taken_without_a_hit() -> None:
     assert (kind.available(), kind.cut(3, 17)) == (4, 17)
 
 
-def test_what_a_plan_in_flight_loads_is_not_evicted() -> None:
+def test_snapshots_loaded_by_a_plan_in_flight_are_not_evicted() -> None:
     kind, hashes = state(blocks=2), hashes_of(40)
     first = saved(kind, 0, hashes[0], 0)
     kind.committed(0)
@@ -134,7 +134,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert [kind.has(key) for key in hashes[:3]] == [True, False, True]
 
 
-def test_of_a_sequence_that_decodes_only_the_newest_is_kept() -> None:
+def test_only_the_newest_snapshot_of_a_decoding_sequence_is_kept() -> None:
     kind, hashes = state(blocks=8), hashes_of(40)
     saved(kind, 0, hashes[0], 0)
     for step, number in enumerate((1, 2, 3), 1):

@@ -72,7 +72,7 @@ def test_ops_alone_are_a_step_for_all() -> None:
     assert not made.agreed.overlap
 
 
-def test_nobody_steps_without_a_plan_and_nobody_sleeps_with_unfinished_work() -> None:
+def test_replicas_step_with_a_plan_and_sleep_without_work_only() -> None:
     waits = changed(IDLE, unfinished=True)
     assert (decided(IDLE, IDLE).launch, decided(IDLE, IDLE).sleep) == (False, True)
     assert (decided(waits, IDLE).launch, decided(waits, IDLE).sleep) == (False, False)
@@ -89,21 +89,21 @@ def test_a_call_during_the_last_decision_of_a_wave_is_not_lost() -> None:
     slow, fast = Waves(), Waves()
     assert fast.begin() == 1
     assert fast.begin() is None
-    slow.heard(1)
+    slow.wake(1)
     assert slow.awake
     fast.sleep()
     assert not fast.awake
     assert fast.begin() == 2  # a request after the decision that the slow replica has yet to read
-    slow.heard(2)
+    slow.wake(2)
     assert (slow.awake, slow.wave) == (True, 1)
     slow.sleep()
     assert (slow.awake, slow.wave) == (True, 2)
-    slow.heard(1)
-    slow.heard(2)
+    slow.wake(1)
+    slow.wake(2)
     slow.sleep()
     assert not slow.awake
     with pytest.raises(EngineDead, match="wave 4"):
-        slow.heard(4)
+        slow.wake(4)
 
 
 @pytest.mark.requirement("C1")
@@ -126,7 +126,7 @@ def test_no_request_is_stranded(seed: int) -> None:
             left -= 1
         sender = rng.randrange(count)
         if mail[sender][one] and rng.random() < 0.3 and one not in voting:
-            waves[one].heard(mail[sender][one].pop(0))
+            waves[one].wake(mail[sender][one].pop(0))
         if one not in voting and (waves[one].awake or work[one]):
             called = waves[one].begin()
             if called is not None:
@@ -245,7 +245,7 @@ def test_an_engine_that_waits_for_others_to_come_stops_when_it_is_aborted() -> N
 
 @pytest.mark.slow
 @pytest.mark.requirement("C13")
-def test_whoever_does_not_come_is_waited_for_only_so_long() -> None:
+def test_a_missing_replica_is_awaited_with_a_limit() -> None:
     store, wakeup = dist.HashStore(), LocalWakeups(2)
 
     def replica(number: int) -> None:

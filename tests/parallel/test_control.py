@@ -85,7 +85,7 @@ def joins(engine: ZmqEngineChannel, make: Callable[[], ZmqRank], seconds: float)
 
 
 @pytest.mark.requirement("F27")
-def test_only_who_knows_the_secret_joins() -> None:
+def test_only_ranks_with_the_secret_join() -> None:
     keys, others = derive(b"a secret of enough bytes"), derive(b"another secret, as long")
     engine = ZmqEngineChannel("tcp://127.0.0.1:*", keys)
     try:
@@ -212,7 +212,7 @@ def test_a_fault_planted_later_applies_once(connected: bool) -> None:
     assert twice.hits == 1
 
 
-def test_a_rank_that_connects_again_is_heard_before_its_first_connection_ends() -> None:
+def test_a_rank_that_reconnects_is_answered_before_its_first_connection_ends() -> None:
     """As after a break that only the rank has noticed."""
     engine = ZmqEngineChannel("tcp://127.0.0.1:*")
     context = zmq.Context()

@@ -142,7 +142,7 @@ def late(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def test_a_collective_beside_compute_reads_what_it_was_given_and_its_result_stays() -> None:
+def test_a_collective_beside_compute_reads_its_input_and_keeps_its_result() -> None:
     """The owner frees the input at once, and each result too. Other allocations get memory meanwhile."""
     launcher = StreamLauncher(FIRST)
     launcher.threaded(True)

@@ -76,7 +76,7 @@ def test_a_wait_has_a_deadline() -> None:
     launcher.close()
 
 
-def test_what_was_cancelled_never_runs() -> None:
+def test_a_cancelled_collective_never_runs() -> None:
     """A collective of an ended epoch must not reach the group of the next epoch."""
     launcher, go, ran = ThreadLauncher(timeout=deadline(30)), threading.Event(), []
     runs = threading.Event()
@@ -165,7 +165,7 @@ def test_sums_on_the_thread_equal_sums_at_once() -> None:
         assert torch.equal(at_once, beside)
 
 
-def test_abort_frees_who_waits_on_a_thread() -> None:
+def test_abort_releases_a_waiting_thread() -> None:
     """The other rank never comes; whoever ends the group ends the wait, long before the group's time-out."""
 
     def work(mesh: Mesh) -> None:

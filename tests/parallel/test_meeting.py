@@ -109,7 +109,7 @@ def test_the_last_to_come_is_waited_for(meeting_of: MeetingOf, tmp_path: Path) -
     assert met[0].wakeups == ("wakeup0", "wakeup1", "wakeup2")
 
 
-def test_an_engine_that_was_started_anew_is_noticed(meeting_of: MeetingOf) -> None:
+def test_a_restarted_engine_is_noticed(meeting_of: MeetingOf) -> None:
     engines = [meeting_of(replica, 2) for replica in range(2)]
     threads = [threading.Thread(target=engine.attend, args=(0,)) for engine in engines]
     for thread in threads:
@@ -129,7 +129,7 @@ def test_an_engine_that_was_started_anew_is_noticed(meeting_of: MeetingOf) -> No
 
 @pytest.mark.requirement("C13")
 @mostly_slow("seed", range(4), 1)
-def test_whoever_meets_meets_all_others(meeting_of: MeetingOf, seed: int) -> None:
+def test_each_meeting_has_all_present_engines(meeting_of: MeetingOf, seed: int) -> None:
     """Engines die at any time and are replaced.
 
     An engine enters an epoch only with the present incarnations of all engines. In the end all engines are

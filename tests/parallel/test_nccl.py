@@ -157,7 +157,7 @@ class Slow:
         assert self.go.wait(deadline(30))
 
 
-def test_an_abort_that_takes_long_holds_up_nobody_but_who_waits_for_its_end() -> None:
+def test_a_long_abort_delays_only_the_wait_for_its_end() -> None:
     inner = Slow()
     group = nccl.NcclGroup(inner)
     began = time.monotonic()
@@ -186,7 +186,7 @@ def test_forming_has_a_deadline_and_what_forms_too_late_is_aborted(monkeypatch: 
     assert late.aborted.wait(deadline(30))
 
 
-def test_what_forming_raises_is_told_and_the_other_groups_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_forming_is_reported_and_closes_the_other_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("unhandled system error\nmore of it")
 
@@ -257,7 +257,7 @@ def test_gloo_is_gloo() -> None:
     assert side_by_side(2, lambda rank: link(rank, store, "gloo")) == ["gloo"] * 2
 
 
-def test_what_a_mesh_says_of_captures_and_of_bits() -> None:
+def test_obstacles_and_varying_sums_of_a_mesh() -> None:
     two, experts = Layout(tensor=2), Layout(tensor=2, expert=True)
     assert Mesh(nccl=True).obstacle is None
     assert "not use NCCL" in str(Mesh(layout=two).obstacle)
@@ -288,7 +288,7 @@ class Staged(GroupComm):
         return True
 
 
-def test_what_goes_through_host_memory_is_the_same() -> None:
+def test_collectives_through_host_memory_give_equal_results() -> None:
     store = dist.HashStore()
 
     def one(rank: int) -> list[torch.Tensor]:

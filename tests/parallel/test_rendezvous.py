@@ -163,7 +163,9 @@ def test_a_table_that_the_client_has_is_not_sent_again(
 
 
 @pytest.mark.requirement("F27")
-def test_strangers_get_no_answer(store: RendezvousStore, clients: list[RendezvousClient]) -> None:
+def test_clients_without_the_secret_get_no_answer(
+    store: RendezvousStore, clients: list[RendezvousClient]
+) -> None:
     stranger = connect(clients, store.address, STRANGE)
     stranger.post("a", b"1")
     assert stranger.wait("a", 0.5) is None
@@ -253,7 +255,7 @@ def test_both_ends_say_that_their_secrets_differ(
     assert told[0].endswith(": wrong --group-secret")
 
 
-def test_a_client_says_that_nothing_listens(clients: list[RendezvousClient]) -> None:
+def test_a_client_reports_a_refused_connection(clients: list[RendezvousClient]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         silent = connect(clients, f"tcp://127.0.0.1:{port}")

@@ -238,7 +238,7 @@ def test_a_batch_that_fails_is_encoded_one_by_one(rigs: Callable[..., Rig], bad:
         rig.check(images[number], number)
 
 
-def test_what_could_not_be_encoded_never_leaves(rigs: Callable[..., Rig]) -> None:
+def test_a_failed_image_is_never_sent(rigs: Callable[..., Rig]) -> None:
     """A failed image is not sent after a move to host memory and back. Another image in the same blocks
     is."""
     rig = rigs(bad=frozenset({2}))
@@ -270,7 +270,7 @@ def test_tiers(rigs: Callable[..., Rig]) -> None:
     rig.check(rig.image(8), 1)
 
 
-def test_what_could_not_be_encoded_is_forgotten_with_its_blocks(rigs: Callable[..., Rig]) -> None:
+def test_a_failed_image_is_forgotten_with_its_blocks(rigs: Callable[..., Rig]) -> None:
     """The failure is also forgotten when other images divide the blocks differently."""
     rig = rigs(bad=frozenset({2}))
     rig.run(rig.encode(rig.image(2), 4, 5), rig.encode(rig.image(2), 6))
@@ -306,7 +306,7 @@ def test_plans_that_cannot_be_right(rigs: Callable[..., Rig]) -> None:
 
 
 @pytest.mark.requirement("D2")
-def test_who_launches_does_not_wait(rigs: Callable[..., Rig]) -> None:
+def test_a_launch_does_not_wait_for_the_tower(rigs: Callable[..., Rig]) -> None:
     """The end of a step rings the wake-up descriptor."""
     rig = rigs()
     go = threading.Event()
@@ -323,7 +323,7 @@ def test_who_launches_does_not_wait(rigs: Callable[..., Rig]) -> None:
     go.set()
     assert select.select([rig.runner.bell.descriptor], [], [], 30.0)[0]
     assert rig.runner.done(handle)
-    rig.runner.bell.hear()
+    rig.runner.bell.clear()
     assert select.select([rig.runner.bell.descriptor], [], [], 0.0)[0] == []
     rig.runner.read(handle)
 

@@ -58,9 +58,9 @@ def receive(side: Side, slot: int, tables: list[list[int]], token: int) -> list[
 
 def land(sender: Side, receiver: Side) -> None:
     for side in (receiver, sender):
-        told = side.told()
-        assert isinstance(told, RankReport)
-        assert (told.outcome, told.error, told.key) == (Outcome.done, None, KEY)
+        report = side.next_report()
+        assert isinstance(report, RankReport)
+        assert (report.outcome, report.error, report.key) == (Outcome.done, None, KEY)
 
 
 def spoil(side: Side) -> None:
@@ -139,7 +139,7 @@ def test_in_float32_bits_are_equal_where_the_backend_is_invariant(make: Callable
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "deepseek_v4"])
-def test_layers_are_told_when_both_micro_batches_have_passed_them(
+def test_layers_are_reported_after_both_micro_batches(
     make: Callable[..., list[Side]], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each layer is reported at once, whatever its size."""
@@ -245,7 +245,9 @@ def test_an_export_on_a_rank_without_transfers_is_refused(make: Callable[..., li
         whole.run([*ops, whole.export(0, 0, END)], prefill=[(0, 0, END, 1, 0)])
 
 
-def test_tcp_moves_caches_for_who_knows_the_secret(make: Callable[..., list[Side]], tmp_path: Path) -> None:
+def test_tcp_transfers_caches_between_ranks_with_the_secret(
+    make: Callable[..., list[Side]], tmp_path: Path
+) -> None:
     secret = tmp_path / "secret"
     secret.write_text("sixteen bytes at least\n")
     secret.chmod(0o600)
@@ -261,7 +263,7 @@ def test_tcp_moves_caches_for_who_knows_the_secret(make: Callable[..., list[Side
     same(decoded(receiver, 2), reference, exact=False)
 
 
-def test_what_cannot_move_caches_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+def test_a_missing_group_secret_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     config = config_of(tmp_path, "llama", 8, "prefill", transfer="tcp")
     config = msgspec.structs.replace(config, model_path=str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="--group-secret"):

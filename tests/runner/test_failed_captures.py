@@ -166,7 +166,7 @@ def test_drafts_on_a_gpu_have_a_bounded_number_of_captures() -> None:
     assert made._works
 
 
-def test_a_cuda_capture_says_whether_the_work_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_capture_reports_if_the_work_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors of the run pass through; errors of the capture behind a complete run are CannotCapture. The
     stream of the caller stays current."""
     with rig.rehearsed(monkeypatch):

@@ -61,7 +61,7 @@ def test_the_same_memory_holds_more() -> None:
     assert 1.9 < counts[1] / counts[0] < 2
 
 
-def test_what_has_no_lines_stays_as_it_is() -> None:
+def test_caches_other_than_kv_stay_unquantized() -> None:
     """States and compressed entries stay. A model with nothing else is refused, with the name of the flag."""
     state = CacheSpec(
         kind="state", layers=(1,), parts=(StatePart(name="s", shape=(4, 4), wide=True),), form="delta"

@@ -261,7 +261,7 @@ def test_buckets() -> None:
     assert context_buckets(32768) == [2048, 8192, 32768]
 
 
-def test_what_cannot_be_captured_is_said(tmp_path: Path, folder: Path) -> None:
+def test_reasons_against_capture_are_reported(tmp_path: Path, folder: Path) -> None:
     dense = make_engine(folder)[1]._model
     assert obstacle(dense, Backends([TritonAttention()])) is None
     assert "attention backend" in str(obstacle(dense, Backends([TorchAttention()])))

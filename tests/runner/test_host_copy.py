@@ -34,7 +34,7 @@ def copy_of(event: Event) -> HostCopy:
     return made
 
 
-def test_what_an_abort_let_through_is_refused() -> None:
+def test_a_copy_behind_an_abort_is_refused() -> None:
     """Kernels that wait for a peer end normally when their communicator is aborted."""
     launcher, event = Launcher(), Event()
     copy = copy_of(event)
@@ -45,7 +45,7 @@ def test_what_an_abort_let_through_is_refused() -> None:
         copy.wait(time.monotonic() + deadline(30), launcher.check)
 
 
-def test_an_abort_frees_who_waits_for_a_result() -> None:
+def test_an_abort_releases_a_waiting_read() -> None:
     launcher, event = Launcher(), Event()
     launcher.broken = True
     with pytest.raises(CommLost):

@@ -72,7 +72,7 @@ def allocated(kv: KVConfig, dtype: str) -> list[tuple[TensorLayout, torch.Tensor
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_what_is_reckoned_is_what_is_allocated(folder: Path, family: str, dtype: str, fp8: bool) -> None:
+def test_computed_sizes_equal_the_allocated_ones(folder: Path, family: str, dtype: str, fp8: bool) -> None:
     whole = whole_spec(folder, family, fp8)
     for ranks in (1, 2, 4):
         spec = local_spec(whole, Layout(tensor=ranks))

@@ -117,7 +117,7 @@ def test_micro_batches_have_their_own_rows() -> None:
     assert torch.cat([first.main, second.main])[:, 1].tolist() == list(range(32))
 
 
-def test_what_a_plan_binds_is_of_that_plan() -> None:
+def test_bindings_last_one_plan() -> None:
     held = store()
     held.apply([encode(1, 1, 1, 7), bind(0, 0, 1, 7)])
     assert held.rows(prefill((0, 0, 1))) is not None
@@ -130,7 +130,7 @@ def test_what_a_plan_binds_is_of_that_plan() -> None:
 
 
 @pytest.mark.requirement("D7")
-def test_what_leaves_for_the_host_comes_back_as_it_was() -> None:
+def test_embeddings_return_from_the_host_unchanged() -> None:
     held = store()
     held.apply([encode(1, 1, 3, 9, 4), MoveMedia(blocks=ids([9, 4]), host=ids([2, 4]), up=False)])
     held.apply([encode(2, 2, 2, 4, 9), MoveMedia(blocks=ids([1, 2]), host=ids([2, 4]), up=True)])
@@ -142,7 +142,7 @@ def test_what_leaves_for_the_host_comes_back_as_it_was() -> None:
     assert made.levels[1, :3].tolist() == [[3, 2], [3, 3], [3, 4]]
 
 
-def test_what_leaves_and_what_ranks_exchange_is_up_to_others() -> None:
+def test_callbacks_send_and_exchange_rows_in_order() -> None:
     """The callbacks run in the order of the updates, with rows of the memory that transfers share."""
     said: list[object] = []
 
@@ -164,7 +164,7 @@ def test_what_leaves_and_what_ranks_exchange_is_up_to_others() -> None:
         MediaStore(CountingTower(), LIMITS, CPU, memory=memory[:2])
 
 
-def test_what_contradicts_the_store_is_an_error() -> None:
+def test_updates_that_contradict_the_store_are_errors() -> None:
     held = store()
     with pytest.raises(EngineDead, match="names block 11 of embeddings; there are 10"):
         held.apply([bind(0, 0, 1, 11)])

@@ -51,7 +51,7 @@ def test_an_embedding_may_leave_with_its_blocks_and_all_its_levels() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "count"), [((1,), 65), ((1, 2), 64), ((), 0)])
-def test_what_leaves_has_as_many_blocks_as_its_rows_take(blocks: tuple[int, ...], count: int) -> None:
+def test_a_send_needs_the_blocks_of_its_rows(blocks: tuple[int, ...], count: int) -> None:
     told: Any = Told()
     with pytest.raises(EngineDead, match="is sent out of"):
         Departures(told, LEVELS).send(SendMedia(key=KEY, blocks=ids(*blocks), count=count))

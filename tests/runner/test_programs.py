@@ -82,7 +82,7 @@ def test_a_call_that_fails_leaves_a_program_that_runs() -> None:
     assert torch.equal(out[0], table[2] + 1)
 
 
-def test_what_cannot_be_captured_is_refused() -> None:
+def test_uncapturable_calls_are_refused() -> None:
     x = torch.ones(4)
     with pytest.raises(CannotCapture):
         capture_calls(lambda: x.sum().item())
@@ -183,7 +183,7 @@ def test_an_engine_goes_on_without_what_cannot_be_captured(folder: Path) -> None
     assert replayed == 0
 
 
-def test_what_cannot_be_captured_is_computed_once() -> None:
+def test_uncapturable_calls_run_once() -> None:
     """Calls behind the uncapturable call run once as well, and states are not moved twice."""
     x, seen = torch.zeros(4), []
 

@@ -18,7 +18,7 @@ def test_no_descriptor_stays_open(closed: bool) -> None:
         bell.close()
         bell.close()
         bell.ring()
-        bell.hear()
+        bell.clear()
     del bell
     with pytest.raises(OSError):
         os.fstat(number)

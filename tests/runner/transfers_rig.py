@@ -148,7 +148,7 @@ class Side:
         endpoints = (self.runner.endpoint,)
         return Bound(key=key, start=start, dims=dims, blocks=self.blocks(tables), endpoints=endpoints)
 
-    def told(self, seconds: float = 20.0) -> RankReport | RankStopped:
+    def next_report(self, seconds: float = 20.0) -> RankReport | RankStopped:
         """Return the next report of the transfers, except reports of progress."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:

@@ -306,7 +306,7 @@ class FakeRunner:
         assert rows or plan.ops, "an empty plan"
         assert len({r[0] for r in rows}) == len(rows), "a slot twice in a plan"
         made: list[Made] = []
-        told: list[int] = []
+        output: list[int] = []
         embeddings: list[tuple[int, list[float]]] = []
         # Only rows with logits have a result. Drafts are appended for every row, in plan order.
         for number, row in enumerate(rows):
@@ -318,8 +318,8 @@ class FakeRunner:
                 assert not (op.pooling == "mean" and op.num_cached), "a mean of states that nobody computed"
                 bad = [float("nan"), 0.0] if op.seed == BAD_SEED else None
                 embeddings.append((number, bad or embedding(op.token_ids.tolist(), op.pooling)))
-            told += self._drafts(self.in_slot[row[0]], row[6])
-        return msgspec.structs.replace(_result(plan.step, made, told), embeddings=_embeddings(embeddings))
+            output += self._drafts(self.in_slot[row[0]], row[6])
+        return msgspec.structs.replace(_result(plan.step, made, output), embeddings=_embeddings(embeddings))
 
     def committed(self, step: int) -> None:
         del self.named[step], self.verifying[step], self.saving[step], self.touched[step]

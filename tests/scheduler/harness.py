@@ -34,7 +34,7 @@ from weft.types.priority import BATCH_PRIORITY
 
 
 @dataclass
-class Told:
+class Output:
     """The events that a client received for one sequence."""
 
     request: Submit
@@ -115,7 +115,7 @@ class Rig:
         self.runner = FakeRunner(kv)
         self.depth = depth
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
-        self.told: dict[int, Told] = {}
+        self.outputs: dict[int, Output] = {}
         self.plans: list[StepPlan] = []
         self.most_preempted = 0
         self.followers: dict[int, Follower] = {}
@@ -125,17 +125,17 @@ class Rig:
     def submit(self, request: Submit) -> None:
         """Add a sequence. Any grammar becomes a ``Follower``, which allows every token."""
         events = self.scheduler.add(request, self.now)
-        self.told[request.sequence] = Told(request)
-        self.hear(events)
+        self.outputs[request.sequence] = Output(request)
+        self.collect(events)
         if request.grammar is not None and not events:
             self.followers[request.sequence] = follower = Follower()
-            self.hear(self.scheduler.constrain(request.sequence, follower, request.params.stop_ids))
+            self.collect(self.scheduler.constrain(request.sequence, follower, request.params.stop_ids))
 
     def finish(self, sequence: int) -> None:
         events = self.scheduler.finish(sequence)
         if events:
-            self.told[sequence].aborted = True
-        self.hear(events)
+            self.outputs[sequence].aborted = True
+        self.collect(events)
 
     def plan(self) -> StepPlan | None:
         plan = self.scheduler.plan(self.now)
@@ -158,7 +158,7 @@ class Rig:
 
     def commit(self) -> None:
         plan, result = self.in_flight.popleft()
-        self.hear(self.scheduler.commit(plan, result, self.now))
+        self.collect(self.scheduler.commit(plan, result, self.now))
         self.scheduler.observe(plan, 1e-3)  # a constant step time, so that drafts pay
         self.runner.committed(plan.step)
         self.mask()
@@ -191,8 +191,8 @@ class Rig:
         assert stats.free_slots == self.kv.num_slots
         assert (stats.running, stats.waiting) == (0, waited + ran - len(events))
         for event in events:
-            self.told[event.sequence].given_up = True
-        self.hear(events)
+            self.outputs[event.sequence].given_up = True
+        self.collect(events)
 
     def drain(self, most: int = 5000) -> None:
         for _ in range(most):
@@ -201,54 +201,56 @@ class Rig:
             self.step()
         raise AssertionError("work is left after many steps")
 
-    def hear(self, events: list[TokenEvent]) -> None:
+    def collect(self, events: list[TokenEvent]) -> None:
         for event in events:
-            told = self.told[event.sequence]
-            assert told.finish is None, "an event after the terminal one"
-            told.tokens += event.token_ids
+            output = self.outputs[event.sequence]
+            assert output.finish is None, "an event after the terminal one"
+            output.tokens += event.token_ids
             if event.logprobs is not None:
                 ids = event.logprobs.arrays()[0].tolist()
                 assert len(ids) == len(event.token_ids)
-                told.logprob_ids += ids
+                output.logprob_ids += ids
             if event.prompt_logprobs is not None:
-                assert not told.tokens or len(told.tokens) == len(event.token_ids)
-                told.prompt_logprob_ids += event.prompt_logprobs.arrays()[0].tolist()
-            told.finish, told.stop_id = event.finish, event.stop_id
-            told.num_cached = event.num_cached
-            told.error = event.error
+                assert not output.tokens or len(output.tokens) == len(event.token_ids)
+                output.prompt_logprob_ids += event.prompt_logprobs.arrays()[0].tolist()
+            output.finish, output.stop_id = event.finish, event.stop_id
+            output.num_cached = event.num_cached
+            output.error = event.error
 
-    def check_told(self) -> None:
+    def check_outputs(self) -> None:
         """Check that each sequence got exactly one end and the tokens of a run alone."""
-        for sequence, told in self.told.items():
-            tokens, finish = alone(told.request, self.kv.max_model_len)
+        for sequence, output in self.outputs.items():
+            tokens, finish = alone(output.request, self.kv.max_model_len)
             if (follower := self.followers.get(sequence)) is not None:
-                emitted = ids_from_bytes(told.request.emitted_ids).tolist()
-                assert follower.tokens == emitted + told.tokens, "a matcher is not where its sequence is"
-            assert told.finish is not None, f"sequence {sequence} had no end"
-            if told.given_up:
-                assert told.tokens == tokens[: len(told.tokens)]
-                assert (told.finish, told.error and told.error.code) == ("error", "engine_dead")
+                emitted = ids_from_bytes(output.request.emitted_ids).tolist()
+                assert follower.tokens == emitted + output.tokens, "a matcher is not where its sequence is"
+            assert output.finish is not None, f"sequence {sequence} had no end"
+            if output.given_up:
+                assert output.tokens == tokens[: len(output.tokens)]
+                assert (output.finish, output.error and output.error.code) == ("error", "engine_dead")
                 continue
-            if told.aborted:
-                assert told.tokens == tokens[: len(told.tokens)]
-                assert told.finish == "abort"
+            if output.aborted:
+                assert output.tokens == tokens[: len(output.tokens)]
+                assert output.finish == "abort"
                 continue
-            assert told.tokens == tokens
-            assert told.finish == finish
-            assert (told.stop_id is not None) == (finish == "stop")
-            assert told.error == (ROW_ERROR if finish == "error" else None)
-            params = told.request.params
-            prompt = ids_from_bytes(told.request.prompt_ids).tolist()
+            assert output.tokens == tokens
+            assert output.finish == finish
+            assert (output.stop_id is not None) == (finish == "stop")
+            assert output.error == (ROW_ERROR if finish == "error" else None)
+            params = output.request.params
+            prompt = ids_from_bytes(output.request.prompt_ids).tolist()
             # Prompt logprobs are expected only for choice 0 of a sequence without emitted tokens.
-            whole = params.prompt_logprobs >= 0 and told.request.choice == 0 and not told.request.emitted_ids
-            got = [ids[0] for ids in told.prompt_logprob_ids]
+            whole = (
+                params.prompt_logprobs >= 0 and output.request.choice == 0 and not output.request.emitted_ids
+            )
+            got = [ids[0] for ids in output.prompt_logprob_ids]
             assert got == (prompt[1:] if whole and (tokens or finish != "error") else got[:0])
-            assert all(len(ids) == 1 + params.prompt_logprobs for ids in told.prompt_logprob_ids)
+            assert all(len(ids) == 1 + params.prompt_logprobs for ids in output.prompt_logprob_ids)
             if params.logprobs >= 0:
-                assert [ids[0] for ids in told.logprob_ids] == tokens
-                assert all(len(ids) == 1 + params.logprobs for ids in told.logprob_ids)
+                assert [ids[0] for ids in output.logprob_ids] == tokens
+                assert all(len(ids) == 1 + params.logprobs for ids in output.logprob_ids)
             else:
-                assert not told.logprob_ids
+                assert not output.logprob_ids
 
     def check_idle(self) -> None:
         """Check that no block, slot or sequence is in use, and that preemptions were bounded."""
@@ -280,7 +282,7 @@ class Rig:
         section = self.section
         slots = [*plan.prefill.slot[plan.prefill.sample > 0].tolist(), *plan.decode.slot.tolist()]
         ids = {self.scheduler._state.in_slot[slot].id for slot in slots}
-        assert plan.constrained == any(self.told[one].request.grammar is not None for one in ids)
+        assert plan.constrained == any(self.outputs[one].request.grammar is not None for one in ids)
         assert plan.tokens <= section.max_num_batched_tokens
         assert plan.rows <= section.max_num_seqs
         if section.long_prefill_token_threshold and plan.prefill.rows:
@@ -324,8 +326,8 @@ def random_bases(rng: random.Random) -> list[list[int]]:
 
 def next_turn(rng: random.Random, rig: Rig) -> list[int]:
     """Return the prompt and the output of an earlier sequence, cut to 40 tokens."""
-    told = rng.choice(list(rig.told.values()))
-    return (ids_from_bytes(told.request.prompt_ids).tolist() + told.tokens)[:40]
+    output = rng.choice(list(rig.outputs.values()))
+    return (ids_from_bytes(output.request.prompt_ids).tolist() + output.tokens)[:40]
 
 
 def random_submits(rng: random.Random, first: int, request: int, bases: list[list[int]]) -> list[Submit]:
@@ -391,13 +393,13 @@ def random_rig(rng: random.Random, depth: int, drafts: bool = True, make: type[R
 def random_arrivals(rng: random.Random, rig: Rig, bases: list[list[int]], request: int, most: int) -> bool:
     """Submit request number ``request`` at times, up to ``most`` sequences, and abort a sequence at times.
     Return True if the request was submitted."""
-    arrives = rng.random() < 0.3 and len(rig.told) < most
+    arrives = rng.random() < 0.3 and len(rig.outputs) < most
     if arrives:
-        turn = [next_turn(rng, rig)] if rig.told and rng.random() < 0.5 else []
-        for one in random_submits(rng, len(rig.told), request, turn or bases):
+        turn = [next_turn(rng, rig)] if rig.outputs and rng.random() < 0.5 else []
+        for one in random_submits(rng, len(rig.outputs), request, turn or bases):
             rig.submit(one)
-    if rng.random() < 0.05 and rig.told:
-        rig.finish(rng.randrange(len(rig.told)))
+    if rng.random() < 0.05 and rig.outputs:
+        rig.finish(rng.randrange(len(rig.outputs)))
     return arrives
 
 
@@ -422,6 +424,6 @@ def random_run(seed: int, depth: int, drafts: bool = True, losses: float = 0.0, 
         elif rig.in_flight:
             rig.commit()
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     return rig

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from tests.scheduler.fake_runner import alone
-from tests.scheduler.harness import Follower, Rig, Told
+from tests.scheduler.harness import Follower, Output, Rig
 from weft.common.errors import Overloaded, Unavailable
 from weft.config.resolved import KVConfig, MediaLimits
 from weft.types import transfer as r
@@ -129,7 +129,7 @@ class World(Rig):
         stream.attempts += 1
         stream.sequence = number
         self.of[number] = stream
-        self.told[number] = Told(request)
+        self.outputs[number] = Output(request)
         local = self.kv.media is not None and self.kv.media.tower and self.rng.random() < 0.3 * self.harm
         local = local or here
         bare = request.media if local else without_pixels(request.media)
@@ -150,7 +150,7 @@ class World(Rig):
                 forgotten = self.rng.random() < 0.02 * self.harm  # no encoder starts this image
                 if not (self.by_hand or forgotten):
                     self.later(self.delay(), lambda transfer=transfer: self.offer(transfer))  # type: ignore[misc]
-        self.hear(events)
+        self.collect(events)
         if request.grammar is not None and not events:
             self.later(self.delay(), lambda: self._constrain(number))
         self.talk()
@@ -158,7 +158,7 @@ class World(Rig):
     def _constrain(self, number: int) -> None:
         request = self.of[number].request
         self.followers[number] = Follower()
-        self.hear(self.scheduler.constrain(number, self.followers[number], request.params.stop_ids))
+        self.collect(self.scheduler.constrain(number, self.followers[number], request.params.stop_ids))
 
     def _parameters(self, number: int, place: int) -> TransferParameters:
         return TransferParameters(TransferKey(number * 16 + place, 0, 1), False, Peer("e", 1), SECONDS)
@@ -166,10 +166,10 @@ class World(Rig):
     def abort(self, stream: Stream) -> None:
         if stream.finish is None:
             stream.aborted = True
-            self.hear(self.scheduler.finish(stream.sequence))
+            self.collect(self.scheduler.finish(stream.sequence))
             self.talk()
 
-    def hear(self, events: list[TokenEvent]) -> None:
+    def collect(self, events: list[TokenEvent]) -> None:
         for event in events:
             stream = self.of[event.sequence]
             assert stream.sequence == event.sequence, "an event of an attempt that has ended"
@@ -214,7 +214,7 @@ class World(Rig):
         for transfer in list(self.transfers.values()):
             if transfer.due is not None and transfer.due <= self.now and transfer.state in ("new", "bound"):
                 self.fail(transfer)
-        self.hear(self.scheduler.expire(self.now))
+        self.collect(self.scheduler.expire(self.now))
         self.talk()
         while len(self.in_flight) < self.depth and self.scheduler.has_work() and self.plan() is not None:
             self.talk()
@@ -242,7 +242,7 @@ class World(Rig):
                 self.fail(transfer)
         self.scheduler.lose()
         self.in_flight.clear()
-        self.hear(self.scheduler.requeue_all())
+        self.collect(self.scheduler.requeue_all())
         self.runner = self.runner.anew()
         self.talk()
 
@@ -251,7 +251,7 @@ class World(Rig):
     def tell(self, event: r.TransferEvent) -> None:
         self.seen.add(type(event).__name__)
         assert self.scheduler.embeddings is not None
-        self.hear(self.scheduler.embeddings.transfer(event, self.now))
+        self.collect(self.scheduler.embeddings.transfer(event, self.now))
         self.talk()
 
     def talk(self) -> None:

@@ -40,10 +40,10 @@ def first_steps(batch: bool, depth: int, seed: int, blocks: int = 500) -> dict[i
         rig.step()
         rig.audit()
         for one, at in arrived.items():
-            if one not in took and rig.told[one].tokens:
+            if one not in took and rig.outputs[one].tokens:
                 took[one] = len(rig.plans) - at
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     return took
 
@@ -68,7 +68,7 @@ def test_batches_get_no_slot_while_online_sequences_wait(monkeypatch: pytest.Mon
     for number in range(30):
         rig.submit(submit(number, [number % VOCAB], seed=number, max_tokens=2))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     order = admissions(rig)
     assert order[-1] == 90
     assert order.index(91) < 10
@@ -86,7 +86,7 @@ def test_a_batch_gives_up_its_slots_at_once() -> None:
     rig.step()
     assert sorted(running(rig)) == [0, 1, 2, 10]
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -107,7 +107,7 @@ def test_a_step_with_an_online_prompt_has_no_rows_of_batches() -> None:
     assert rows == [*[0] * (EVERY - 1), 2] * 2
     assert all(len(plan.prefill.slot) for plan in rig.plans[began:])
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -127,9 +127,9 @@ def test_a_batch_does_not_pause_while_an_online_prompt_waits_for_it(monkeypatch:
         rig.step()
     rig.submit(submit(2, [2], max_tokens=2))
     began = len(rig.plans)
-    while not rig.told[2].tokens:
+    while not rig.outputs[2].tokens:
         rig.step()
     assert 20 < len(rig.plans) - began < 35
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()

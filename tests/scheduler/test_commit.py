@@ -48,14 +48,14 @@ def started(**params: object) -> Rig:
     return rig
 
 
-@pytest.mark.parametrize(("accepted", "told"), [(0, [7]), (1, [7, 8]), (2, [7, 8, 9])])
-def test_accepted_drafts_and_one_more_are_appended(accepted: int, told: list[int]) -> None:
+@pytest.mark.parametrize(("accepted", "output"), [(0, [7]), (1, [7, 8]), (2, [7, 8, 9])])
+def test_accepted_drafts_and_one_more_are_appended(accepted: int, output: list[int]) -> None:
     rig = started()
     plan, slot = verify_step(rig, 2)
     columns = rig.scheduler._state.columns
     assert (columns.num_computed[slot], columns.num_scheduled[slot]) == (3, 6)
     (event,) = commit(rig.scheduler._state, plan, result(plan, [7, 8, 9], accepted))
-    assert event == TokenEvent(sequence=0, token_ids=tuple(told), accepted=accepted, rejected=2 - accepted)
+    assert event == TokenEvent(sequence=0, token_ids=tuple(output), accepted=accepted, rejected=2 - accepted)
     assert columns.num_computed[slot] == columns.num_scheduled[slot] == 4 + accepted
     assert len(rig.scheduler._state.live[0].tokens) == columns.num_computed[slot] + 1
 

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.scheduler.fake_runner import ROW_ERROR, VOCAB, kv_config, submit
-from tests.scheduler.harness import Follower, Rig, Told
+from tests.scheduler.harness import Follower, Output, Rig
 from tests.support.automata import Automaton, AutomatonMatcher, random_automaton
 from weft.common.errors import EngineDead, InvalidRequest
 from weft.grammar.base import Matcher
@@ -125,7 +125,7 @@ def test_entries_are_numbered_as_the_results_tokens_and_rows_that_left_have_none
     nobody.check(plan, WIDE)
 
 
-def test_drafts_that_nobody_told_are_an_error_and_not_free_tokens() -> None:
+def test_drafts_unknown_to_the_matcher_are_an_error() -> None:
     constraint = Constraint(Follower(), (), TokenParams(), WIDE)
     with pytest.raises(EngineDead, match="drafts that the engine does not know"):
         constraint.fill(np.zeros((2, WORDS), np.int32))
@@ -227,9 +227,9 @@ def rig_with(matcher: Any, end_ids: tuple[int, ...] = (), drafts: int = 0, **par
     rig = Rig(kv_config(copies=1 + drafts), 2)
     for number, grammar in ((1, GRAMMAR), (2, None)):
         request = submit(number, [1, 2, 3], grammar=grammar, **(params if grammar else {}))
-        rig.told[number] = Told(request)
-        rig.hear(rig.scheduler.add(request, 0.0))
-    rig.hear(rig.scheduler.constrain(1, matcher, end_ids))
+        rig.outputs[number] = Output(request)
+        rig.collect(rig.scheduler.add(request, 0.0))
+    rig.collect(rig.scheduler.constrain(1, matcher, end_ids))
     return rig
 
 
@@ -252,24 +252,24 @@ def fail_row(rig: Rig, sequence: int, at: int) -> None:
 
 def test_a_sequence_blocked_its_grammar_and_nothing_else_waits_for_it() -> None:
     rig = Rig(kv_config(), 2)
-    rig.told[1] = Told(submit(1, [1, 2], grammar=GRAMMAR, max_tokens=3))
-    rig.hear(rig.scheduler.add(rig.told[1].request, 0.0, until=9.0))
+    rig.outputs[1] = Output(submit(1, [1, 2], grammar=GRAMMAR, max_tokens=3))
+    rig.collect(rig.scheduler.add(rig.outputs[1].request, 0.0, until=9.0))
     rig.submit(submit(2, [1, 2], max_tokens=3))
     rig.drain()
-    assert rig.told[2].finish == "length"
-    assert not rig.told[1].tokens
+    assert rig.outputs[2].finish == "length"
+    assert not rig.outputs[1].tokens
     assert rig.scheduler.blocked
-    rig.hear(rig.scheduler.constrain(1, Follower(), ()))
+    rig.collect(rig.scheduler.constrain(1, Follower(), ()))
     rig.drain()
-    assert rig.told[1].finish == "length"
+    assert rig.outputs[1].finish == "length"
     assert rig.scheduler.stats().constrained_steps == 3
 
 
 @pytest.mark.requirement("G9")
 def test_a_grammar_that_does_not_come_in_time_ends_its_sequence() -> None:
     rig = Rig(kv_config(), 2)
-    rig.told[1] = Told(submit(1, [1, 2], grammar=GRAMMAR))
-    rig.hear(rig.scheduler.add(rig.told[1].request, 0.0, until=9.0))
+    rig.outputs[1] = Output(submit(1, [1, 2], grammar=GRAMMAR))
+    rig.collect(rig.scheduler.add(rig.outputs[1].request, 0.0, until=9.0))
     assert rig.scheduler.expire(8.9) == []
     (event,) = rig.scheduler.expire(9.0)
     assert event.error is not None
@@ -284,7 +284,7 @@ def test_a_grammar_of_no_use_is_its_own_sequences_error() -> None:
     assert (event.finish, event.error) == ("error", bad)
     assert rig.scheduler.fail(1, bad) == []
     rig.drain()
-    assert rig.told[2].finish == "length"
+    assert rig.outputs[2].finish == "length"
     assert rig.scheduler.stats().grammar_errors == 1
 
 
@@ -292,12 +292,12 @@ def test_output_that_came_with_the_submit_goes_into_the_matcher() -> None:
     automaton = Automaton(({4: 1}, {5: 2}, dict.fromkeys(range(VOCAB), 2)), frozenset())
     rig = Rig(kv_config(), 2)
     for number, emitted in ((1, [4, 5]), (2, [4, 6])):
-        rig.told[number] = Told(submit(number, [1], grammar=GRAMMAR, emitted=emitted, max_tokens=6))
-        rig.hear(rig.scheduler.add(rig.told[number].request, 0.0))
-        rig.hear(rig.scheduler.constrain(number, AutomatonMatcher(automaton), ()))
+        rig.outputs[number] = Output(submit(number, [1], grammar=GRAMMAR, emitted=emitted, max_tokens=6))
+        rig.collect(rig.scheduler.add(rig.outputs[number].request, 0.0))
+        rig.collect(rig.scheduler.constrain(number, AutomatonMatcher(automaton), ()))
     rig.drain()
-    assert (rig.told[1].finish, len(rig.told[1].tokens)) == ("length", 4)
-    error = rig.told[2].error
+    assert (rig.outputs[1].finish, len(rig.outputs[1].tokens)) == ("length", 4)
+    error = rig.outputs[2].error
     assert error is not None
     assert (error.code, error.http_status) == ("grammar_mismatch", 400)
     assert "token 1 is not allowed" in error.message
@@ -319,14 +319,14 @@ def test_a_mask_that_leaves_nothing_is_a_clear_error_of_its_sequence(
     rig = rig_with(Fixed(allowed), **params)
     fail_row(rig, 1, 2)
     rig.drain()
-    told = rig.told[1]
-    assert told.error is not None
-    assert (told.finish, told.error.code, told.error.http_status) == ("error", "no_token_allowed", 400)
-    assert len(told.tokens) == 2
-    assert "grammar" in told.error.message
-    assert names in told.error.message
-    assert told.error.param == (names.split(" and ")[0] or "grammar")
-    assert rig.told[2].finish == "length"
+    output = rig.outputs[1]
+    assert output.error is not None
+    assert (output.finish, output.error.code, output.error.http_status) == ("error", "no_token_allowed", 400)
+    assert len(output.tokens) == 2
+    assert "grammar" in output.error.message
+    assert names in output.error.message
+    assert output.error.param == (names.split(" and ")[0] or "grammar")
+    assert rig.outputs[2].finish == "length"
     stats = rig.scheduler.stats()
     assert (stats.grammar_errors, stats.row_errors) == (1, 0)
     rig.check_idle()
@@ -340,12 +340,12 @@ def test_bad_words_of_several_ids_count_where_they_would_be_completed() -> None:
     assert "bad_words" in found.message
 
 
-def test_a_row_that_failed_for_another_reason_says_so() -> None:
+def test_a_row_that_failed_for_another_reason_reports_that_reason() -> None:
     rig = rig_with(Fixed({7, 8}))
     fail_row(rig, 1, 2)
     rig.drain()
-    assert rig.told[1].error is not None
-    assert rig.told[1].error.code == "non_finite_logits"
+    assert rig.outputs[1].error is not None
+    assert rig.outputs[1].error.code == "non_finite_logits"
     assert rig.scheduler.stats().row_errors == 1
 
 
@@ -354,11 +354,11 @@ def test_a_row_that_failed_for_another_reason_says_so() -> None:
 def test_a_matcher_that_fails_ends_its_sequence_and_no_other(what: str, drafts: int) -> None:
     rig = rig_with(Broken(what), drafts=drafts)
     rig.drain()
-    error = rig.told[1].error
+    error = rig.outputs[1].error
     assert error is not None
     assert error.code == ("grammar_mismatch" if what == "refuse" else "grammar_failed")
-    assert rig.told[1].tokens == []
-    assert rig.told[2].finish == "length"
+    assert rig.outputs[1].tokens == []
+    assert rig.outputs[2].finish == "length"
     rig.check_idle()
 
 
@@ -368,12 +368,12 @@ def test_a_matcher_that_comes_to_its_limit_ends_its_sequence_and_no_other(drafts
     back."""
     rig = rig_with(Stuck(6), drafts=drafts, max_tokens=20)
     rig.drain()
-    told = rig.told[1]
-    assert told.error is not None
-    assert (told.finish, told.error.message) == ("error", "the grammar is too complex to follow")
-    assert told.error.http_status == 400
-    assert 6 - drafts <= len(told.tokens) <= 6
-    assert rig.told[2].finish == "length"
+    output = rig.outputs[1]
+    assert output.error is not None
+    assert (output.finish, output.error.message) == ("error", "the grammar is too complex to follow")
+    assert output.error.http_status == 400
+    assert 6 - drafts <= len(output.tokens) <= 6
+    assert rig.outputs[2].finish == "length"
     rig.check_idle()
 
 
@@ -381,16 +381,16 @@ def test_a_finished_output_that_no_id_can_end_stops_by_itself() -> None:
     """The end id of the grammar is not a stop id of the sequence, as with ``ignore_eos``."""
     rig = rig_with(Fixed(set(range(VOCAB)), (7,), ends_after=3), (7,), max_tokens=9)
     rig.drain()
-    assert (rig.told[1].finish, rig.told[1].stop_id) == ("stop", None)
-    assert len(rig.told[1].tokens) == 3
+    assert (rig.outputs[1].finish, rig.outputs[1].stop_id) == ("stop", None)
+    assert len(rig.outputs[1].tokens) == 3
 
 
 def test_one_that_was_complete_when_it_came_ends_at_once() -> None:
     rig = Rig(kv_config(), 2)
-    rig.told[1] = Told(submit(1, [1], grammar=GRAMMAR, emitted=[4, 5]))
-    rig.hear(rig.scheduler.add(rig.told[1].request, 0.0))
-    rig.hear(rig.scheduler.constrain(1, Fixed(set(), (7,), ends_after=2), (7,)))
-    assert rig.told[1].finish == "stop"
+    rig.outputs[1] = Output(submit(1, [1], grammar=GRAMMAR, emitted=[4, 5]))
+    rig.collect(rig.scheduler.add(rig.outputs[1].request, 0.0))
+    rig.collect(rig.scheduler.constrain(1, Fixed(set(), (7,), ends_after=2), (7,)))
+    assert rig.outputs[1].finish == "stop"
     assert not rig.scheduler.has_work()
 
 

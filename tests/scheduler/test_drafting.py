@@ -134,7 +134,7 @@ def test_it_is_about_as_fast_as_the_best_number_of_drafts(
         assert got >= 0.94 * max(by_number)
 
 
-def test_whose_drafts_are_never_right_gets_none_beside_those_who_do() -> None:
+def test_sequences_without_acceptance_get_few_drafts() -> None:
     chances = np.array([0.95] * 6 + [0.0] * 2)
     world = World(machine({**MEMORY, "tokens_to_16": 4e-4, "tokens_to_64": 4e-4}), chances)
     world.run(400)
@@ -172,7 +172,7 @@ class UncapturedWorld(World):
         self.policy.observe = seen  # type: ignore[method-assign]
 
 
-def test_what_steps_cost_before_they_are_captured_does_not_count() -> None:
+def test_times_of_uncaptured_steps_do_not_count() -> None:
     """Trials with uncaptured steps are repeated. Otherwise drafts would seem four times as slow."""
     cost, chances = machine(MEMORY), np.full(1, 0.9)
     world = UncapturedWorld(cost, chances)
@@ -215,7 +215,7 @@ def test_the_first_steps_lose_little_where_drafts_do_not_pay(rows: int, right: f
 @pytest.mark.parametrize("more", [0.02, 0.5], ids=["cheap", "dear"])
 @mostly_slow("step", [0.01, 0.03, 0.1], [0.03])
 @mostly_slow(("rows", "most"), [(1, 0.02), (4, 0.03)], [(4, 0.03)])
-def test_of_slow_steps_few_are_lost_where_no_draft_is_ever_right(
+def test_without_acceptance_the_loss_in_slow_steps_is_bounded(
     rows: int, most: float, step: float, more: float, lag: int
 ) -> None:
     """Bounds the loss after 512 steps and more, with short steps after 1,024: the captures of the first tries
@@ -232,7 +232,7 @@ def test_of_slow_steps_few_are_lost_where_no_draft_is_ever_right(
 
 @pytest.mark.parametrize("right", [0.5, 0.8])
 @mostly_slow("step", [0.01, 0.03, 0.1], [0.03])
-def test_of_slow_steps_drafts_that_pay_are_found_soon(step: float, right: float) -> None:
+def test_drafts_that_pay_are_found_soon_in_slow_steps(step: float, right: float) -> None:
     cost = machine({"step": step, "tokens_to_16": 0.05 * step, "draft_pass": 1e-4})
     chances = np.full(1, right)
     world = CountedWorld(cost, chances, times=1.2, capture=0.05, lag=1)
@@ -245,7 +245,7 @@ def test_a_single_stream_gains_from_its_first_steps_on() -> None:
     assert world.lost[-1] < -0.4 * world.seconds
 
 
-def test_what_was_gained_is_not_there_to_be_lost() -> None:
+def test_an_earlier_gain_is_not_spent_on_wrong_drafts() -> None:
     world = CountedWorld(machine(MEMORY), np.full(1, 0.95), noise=0.0)
     world.run(2000)
     assert world.lost[-1] < -world.seconds
@@ -332,7 +332,7 @@ def test_plain_steps_are_interpolated_between_measured_sizes() -> None:
     ).tolist()
 
 
-def test_what_it_costs_to_look_is_little() -> None:
+def test_trials_of_useless_drafts_are_rare() -> None:
     """No draft is ever correct. Few drafts are tried, and fewer with time."""
     world = World(machine(MEMORY), np.full(2, 0.0))
     world.run(2000)

@@ -57,7 +57,7 @@ def test_the_jth_of_a_large_request_comes_after_the_next_j_requests(depth: int) 
     for number in range(7, 9):
         rig.submit(submit(number, [number], seed=number, max_tokens=2, owner=OTHER))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     # Positions: 0, 1, 2, 3 for the large request; 1, 2, 3; 4, 5. Equal positions: by arrival.
     assert admissions(rig) == [0, 1, 4, 2, 5, 3, 6, 7, 8]
     assert rig.scheduler.stats().preemptions == 0
@@ -79,10 +79,10 @@ def test_a_late_small_request_runs_at_once_beside_a_thousand_parallel_samples(
     assert len(running(rig)) == 8
     rig.submit(submit(5000, [9, 9], max_tokens=3))
     before, ran = len(rig.plans), running(rig)
-    while not rig.told[5000].tokens:
+    while not rig.outputs[5000].tokens:
         rig.step()
     assert len(rig.plans) - before <= 4 if policy == "mixed" else 8
-    while rig.told[5000].finish is None:
+    while rig.outputs[5000].finish is None:
         assert 5000 in running(rig)
         rig.step()
     assert [rig.scheduler._state.live[n].yielded for n in ran] == [False] * 7 + [True]  # the last in order
@@ -110,7 +110,7 @@ def test_shares_become_even_and_stay(no_turns: None, depth: int) -> None:
         rig.audit()
     assert rig.scheduler.stats().preemptions == preempted
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -121,29 +121,29 @@ def test_a_stream_of_small_requests_starves_nobody(depth: int) -> None:
     rig = Rig(kv_config(blocks=400, slots=4 * depth), depth, max_num_seqs=4, max_queued_requests=2048)
     flood(rig, 24, max_tokens=12)
     number, waits = 1000, list[int]()
-    while any(rig.told[n].finish is None for n in range(24)):
+    while any(rig.outputs[n].finish is None for n in range(24)):
         assert number < 4000, "the large request does not end"
-        small = [n for n in rig.told if n >= 1000 and rig.told[n].finish is None]
+        small = [n for n in rig.outputs if n >= 1000 and rig.outputs[n].finish is None]
         for _ in range(6 - len(small)):
             rig.submit(submit(number, [number % VOCAB, 5], max_tokens=4))
             number += 1
         rig.step()
-        waits.append(sum(not rig.told[n].tokens for n in rig.told if n >= 1000))
+        waits.append(sum(not rig.outputs[n].tokens for n in rig.outputs if n >= 1000))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     assert max(waits) <= 7
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_nobody_gives_way_twice(no_turns: None, depth: int) -> None:
+def test_a_sequence_gives_way_at_most_once(no_turns: None, depth: int) -> None:
     rig = Rig(kv_config(blocks=400, slots=4 * depth), depth, max_num_seqs=4)
     flood(rig, 4, max_tokens=44)
     for _ in range(3):
         rig.step()
     for number in range(100, 108):  # one small request after the other
         rig.submit(submit(number, [number % VOCAB], max_tokens=1))
-        while rig.told[number].finish is None:
+        while rig.outputs[number].finish is None:
             rig.step()
         for _ in range(2):
             rig.step()
@@ -152,7 +152,7 @@ def test_nobody_gives_way_twice(no_turns: None, depth: int) -> None:
         1
     }
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     assert rig.most_preempted == 1
 
@@ -179,7 +179,7 @@ def test_the_protected_do_not_give_way() -> None:
         assert running(rig) == [0, 1, 2, 3]
     assert rig.scheduler.stats().preemptions == 0
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
 
 
 def test_fairness_is_among_equal_priorities() -> None:
@@ -196,13 +196,13 @@ def test_fairness_is_among_equal_priorities() -> None:
         rig.step()
     assert running(rig) == before
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     assert rig.scheduler.stats().preemptions == 0
     assert admissions(rig)[4] == 101
     assert admissions(rig)[-1] == 100
 
 
-def test_where_blocks_are_missing_nobody_gives_way() -> None:
+def test_without_free_blocks_no_sequence_gives_way() -> None:
     """A slot would not help: the late sequence waits for blocks."""
     rig = Rig(kv_config(blocks=13, caching=False), 1, max_num_seqs=4)
     flood(rig, 4, max_tokens=8)
@@ -213,7 +213,7 @@ def test_where_blocks_are_missing_nobody_gives_way() -> None:
         rig.step()
         assert running(rig) == [0, 1, 2, 3]
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     assert rig.scheduler.stats().preemptions == 0
 
@@ -253,7 +253,7 @@ def test_with_one_sequence_an_owner_plans_are_those_of_first_come_first_served(
             for _ in range(rng.randint(0, 3)):
                 rig.step()
         rig.drain()
-        rig.check_told()
+        rig.check_outputs()
         return rig
 
     fair = [run(seed) for seed in range(3)]
@@ -301,7 +301,7 @@ def test_random_loads_of_several_clients(
             if rng.random() < 0.02:
                 rig.lose()
         rig.drain()
-        rig.check_told()
+        rig.check_outputs()
         rig.check_idle()
     assert yielded > 0
 
@@ -333,7 +333,7 @@ def test_a_short_request_gets_in_where_long_ones_have_all_slots(short_turns: Non
     for number in range(100, 112):
         rig.submit(submit(number, [number % VOCAB], max_tokens=2))
         before = len(rig.plans)
-        while rig.told[number].finish is None:
+        while rig.outputs[number].finish is None:
             rig.step()
         waits.append(len(rig.plans) - before)
         while len(running(rig)) < 4:  # the preempted sequence runs again
@@ -346,25 +346,25 @@ def test_a_short_request_gets_in_where_long_ones_have_all_slots(short_turns: Non
     assert max(yielded) - min(yielded) <= 1
     rig.audit()
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
 @pytest.mark.requirement("B4")
 @pytest.mark.parametrize("depth", [1, 2])
-def test_nobody_gives_way_for_ever(short_turns: None, depth: int) -> None:
+def test_a_flood_of_small_requests_does_not_stop_long_ones(short_turns: None, depth: int) -> None:
     rig = Rig(kv_config(slots=2 * depth, **LONG), depth, max_num_seqs=2)
     for number in range(2):
         rig.submit(submit(number, [number], max_tokens=30 * TURN))
     number = 100
-    while rig.told[0].finish is None or rig.told[1].finish is None:
-        small = [n for n in rig.told if n >= 100 and rig.told[n].finish is None]
+    while rig.outputs[0].finish is None or rig.outputs[1].finish is None:
+        small = [n for n in rig.outputs if n >= 100 and rig.outputs[n].finish is None]
         if not small:
             rig.submit(submit(number, [number % VOCAB], max_tokens=1))
             number += 1
         rig.step()
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     assert rig.most_preempted == MOST_YIELDS
 
 
@@ -377,16 +377,16 @@ def test_a_newcomer_that_is_long_returns_the_slot_after_its_turn(short_turns: No
     while len(first) < 4:
         rig.step()
         for number in range(4):
-            if number not in first and rig.told[number].tokens:
+            if number not in first and rig.outputs[number].tokens:
                 first[number] = len(rig.plans)
     assert first[2] <= TURN + 8  # no sequence of the first two has ended yet
     ends = []
     while len(ends) < 4:
         rig.step()
-        ends += [n for n in range(4) if rig.told[n].finish is not None and n not in ends]
+        ends += [n for n in range(4) if rig.outputs[n].finish is not None and n not in ends]
     assert sorted(ends[:2]) == [0, 1]
     assert sorted(ends[2:]) == [2, 3]
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -396,7 +396,7 @@ def test_parallel_samples_do_not_take_turns(short_turns: None, depth: int) -> No
     rig = Rig(kv_config(slots=4 * depth, **LONG), depth, max_num_seqs=4)
     flood(rig, 12, max_tokens=4 * TURN)
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     assert rig.scheduler.stats().preemptions == 0
 
 
@@ -412,11 +412,11 @@ def test_newcomers_of_a_large_request_do_not_take_slots_of_small_ones(short_turn
         rig.step()
         assert {100, 101} <= set(running(rig))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_who_gives_way_is_known_to_the_ranks(depth: int) -> None:
+def test_a_sequence_admitted_in_the_same_plan_does_not_give_way(depth: int) -> None:
     """A sequence admitted in the same plan does not give up a slot: ranks cannot free an unknown slot."""
     for steps in range(4):
         rig = Rig(kv_config(blocks=400, slots=4), depth, max_num_seqs=4)
@@ -432,11 +432,11 @@ def test_who_gives_way_is_known_to_the_ranks(depth: int) -> None:
             rig.step()
         rig.submit(submit(200, [5], max_tokens=3))  # before or after the admission of 101
         rig.drain()
-        rig.check_told()
+        rig.check_outputs()
         rig.check_idle()
 
 
-def test_without_a_prefix_cache_nobody_gives_way_to_a_newcomer(short_turns: None) -> None:
+def test_without_a_prefix_cache_no_sequence_gives_way(short_turns: None) -> None:
     rig = Rig(kv_config(slots=2, caching=False, **LONG), 1, max_num_seqs=2)
     for number in range(2):
         rig.submit(submit(number, [number], max_tokens=3 * TURN))
@@ -444,7 +444,7 @@ def test_without_a_prefix_cache_nobody_gives_way_to_a_newcomer(short_turns: None
         rig.step()
     rig.submit(submit(100, [1], max_tokens=1))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     assert rig.scheduler.stats().preemptions == 0
 
 

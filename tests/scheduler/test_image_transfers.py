@@ -99,7 +99,7 @@ def test_blocks_are_there_for_all_images_of_a_sequence_or_for_none() -> None:
 
 
 @pytest.mark.requirement("D16")
-def test_nobody_is_let_in_before_who_comes_first() -> None:
+def test_a_small_sequence_does_not_pass_an_older_one() -> None:
     """A small sequence waits as well. Otherwise the oldest sequence might never find enough blocks."""
     world = world_of(cache_bytes=18)
     held, large, small = (world.ask(ask(0, [3], name, [5])) for name in (1, 4, 3))
@@ -199,7 +199,7 @@ def test_when_what_comes_for_two_fails_the_other_transfer_gets_its_blocks_once_t
 
 
 @pytest.mark.parametrize("when", ["new", "bound", "some landed"])
-def test_an_abort_gives_everything_back_once_nobody_can_write_it(when: str) -> None:
+def test_an_abort_frees_memory_after_the_last_write(when: str) -> None:
     world = world_of()
     stream = world.ask(ask(0, [3], 4, [5], 1, [6]))
     transfers = transfers_of(world, stream)
@@ -218,7 +218,7 @@ def test_an_abort_gives_everything_back_once_nobody_can_write_it(when: str) -> N
     assert len(cache) == (when == "some landed")
 
 
-def test_what_received_though_it_was_cancelled_is_found_by_others() -> None:
+def test_an_embedding_received_after_the_cancellation_is_reused() -> None:
     world = world_of()
     stream = world.ask(ask(0, [3], 4, [5], 1, [6]))
     one, two = transfers_of(world, stream)
@@ -352,7 +352,7 @@ def test_shares_of_rows_are_exchanged_in_the_first_step_that_reads_them() -> Non
 
 
 @pytest.mark.requirement("D7")
-def test_what_the_host_has_comes_back_for_a_transfer_and_is_not_sent() -> None:
+def test_an_embedding_on_the_host_is_lifted_instead_of_sent() -> None:
     world = world_of(cache_bytes=12, host_bytes=24)
     for name in (4, 9):
         stream = world.ask(ask(0, [3], name, [5]))
@@ -389,7 +389,7 @@ def test_one_that_runs_gets_room_that_is_kept_for_one_that_waits() -> None:
     assert (runs.attempts, waits.attempts) == (1, 2)
 
 
-def test_who_has_the_only_slot_gets_room_from_who_waits_for_it() -> None:
+def test_a_running_sequence_takes_memory_of_a_waiting_one() -> None:
     """The waiting sequence may be more urgent. Without this rule each would wait for the other."""
     world = world_of(cache_bytes=12, tower=True, max_num_seqs=1)
     world.harm = 99.0  # encoded here
@@ -456,7 +456,7 @@ def test_a_cache_is_offered_to_who_decodes_only_once_all_images_are_there() -> N
     assert scheduler.stats().free_blocks == (64,)
 
 
-def test_who_needs_what_is_coming_for_another_waits_with_a_transfer_of_its_own() -> None:
+def test_a_sequence_waits_for_an_image_in_transfer_with_its_own_transfer() -> None:
     """The wait does not block the queue: another group decides how long the transfer takes."""
     world = world_of()
     first_sample, parallel_sample = (

@@ -114,7 +114,7 @@ def test_random_loads(seeds: Sequence[int]) -> None:
 
 @pytest.mark.requirement("D17")
 @seeds(10, 30, 30)
-def test_where_nothing_fails_nobody_is_sent_again(seeds: Sequence[int]) -> None:
+def test_without_faults_no_sequence_is_sent_again(seeds: Sequence[int]) -> None:
     """No sequence waits longer than a transfer may take, whichever resource is short.
 
     Preempted sequences and sequences without transfers may still have to request images again.

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.scheduler.fake_runner import kv_config, submit
-from tests.scheduler.harness import Rig, Told
+from tests.scheduler.harness import Output, Rig
 from weft.common.errors import EngineDead
 from weft.kv.cache_groups import FullGroup
 from weft.scheduler.scheduler import BLOCKED_S, MAX_EMPTY_PLANS
@@ -29,7 +29,7 @@ def started(**section: object) -> Rig:
 def listened(rig: Rig, sequence: int, **more: object) -> Submit:
     """Return a Submit, and register the sequence with the rig."""
     one = submit(sequence, [5, 2, 3], max_tokens=4, **more)
-    rig.told[sequence] = Told(one)
+    rig.outputs[sequence] = Output(one)
     return one
 
 
@@ -71,7 +71,7 @@ def test_only_the_plan_that_ran_commits() -> None:
     with pytest.raises(EngineDead, match="in the order they were planned"):
         rig.scheduler.commit(replace(plan, micro_batches=2), result, 0.0)
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
 
 
 # ---- slot updates alone
@@ -91,7 +91,7 @@ def test_ops_without_rows_are_a_plan_like_any_other() -> None:
     assert (rig.scheduler.steps, rig.scheduler.stats().idle_steps) == (steps + 1, 1)
     rig.submit(submit(1, [4, 5], max_tokens=3))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -107,11 +107,11 @@ def test_an_op_keeps_its_slot_until_its_plan_has_committed() -> None:
     assert plan is not None
     assert (plan.rows, len(plan.ops)) == (0, 1)
     rig.commit()
-    assert rig.told[0].finish == "length"
+    assert rig.outputs[0].finish == "length"
     assert rig.scheduler.stats().free_slots == free, "a plan in flight names the slot"
     rig.commit()
     assert rig.scheduler.stats().free_slots == free + 1
-    rig.check_told()
+    rig.check_outputs()
 
 
 def test_an_op_goes_with_its_sequence() -> None:
@@ -126,7 +126,7 @@ def test_an_op_goes_with_its_sequence() -> None:
 # ---- blocked sequences
 
 
-def test_what_is_awaited_is_no_work_and_no_lack_of_progress() -> None:
+def test_blocked_sequences_are_neither_work_nor_lack_of_progress() -> None:
     rig = Rig(kv_config(), 1)
     rig.scheduler.add(listened(rig, 0), 0.0, blocked=True)
     assert rig.scheduler.stats().waiting == 1
@@ -138,7 +138,7 @@ def test_what_is_awaited_is_no_work_and_no_lack_of_progress() -> None:
     rig.scheduler.arrived(77)
     assert rig.scheduler.has_work()
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -151,7 +151,7 @@ def test_others_pass_by_and_its_turn_is_kept() -> None:
     rig.scheduler.arrived(0)
     assert [s.id for s in rig.scheduler._state.waiting] == [0, 2]
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -167,11 +167,11 @@ def test_an_blocked_sequence_can_end_and_its_parallel_samples_go_on() -> None:
     rig.scheduler.arrived(1)
     assert type(rig.scheduler._state.live[1].state) is Waiting
     rig.drain()
-    assert {n: told.finish for n, told in rig.told.items()} == {0: "abort", 1: "length", 2: "length"}
+    assert {n: output.finish for n, output in rig.outputs.items()} == {0: "abort", 1: "length", 2: "length"}
     rig.check_idle()
 
 
-def test_nobody_gets_blocks_on_hold_after_a_loss() -> None:
+def test_pinned_blocks_are_not_reused_after_a_loss() -> None:
     """Ranks are lost while an outside writer has pinned blocks. The blocks are not reused before the pin
     ends."""
     rig = Rig(kv_config(blocks=6, max_model_len=24), 1, max_num_seqs=2)
@@ -205,7 +205,7 @@ def test_nobody_gets_blocks_on_hold_after_a_loss() -> None:
         scheduler.unpin(0, block)
         assert scheduler.has_work()
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -248,7 +248,7 @@ def test_a_pin_excuses_a_lack_of_progress_until_its_deadline() -> None:
     for block in held:
         rig.scheduler.unpin(0, block)
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -259,7 +259,7 @@ def test_a_leaked_pin_does_not_hide_a_lack_of_progress() -> None:
         plan_for_ever(rig, 10.0)
 
 
-def test_a_pin_on_a_block_that_nobody_lacks_excuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_on_an_unneeded_block_excuses_no_lack_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sequence waits for a slot that is never freed. The pinned block does not excuse the stall."""
     rig = started()
     kind = rig.scheduler._state.caches.kinds[0]
@@ -288,7 +288,7 @@ def test_plans_of_ops_alone_are_no_progress() -> None:
         plan_for_ever(rig, 1.0, ops=True)
 
 
-def test_what_is_awaited_has_a_deadline() -> None:
+def test_blocked_sequences_have_a_deadline() -> None:
     rig = Rig(kv_config(), 1)
     rig.scheduler.add(listened(rig, 0), 5.0, blocked=True, until=8.0)
     rig.scheduler.add(listened(rig, 1), 5.0, blocked=True)
@@ -302,9 +302,9 @@ def test_what_is_awaited_has_a_deadline() -> None:
     assert event.error.code == "deadline_exceeded"
     assert list(rig.scheduler._state.live) == [1, 2]
     assert [one.sequence for one in rig.scheduler.expire(5.0 + BLOCKED_S)] == [1]
-    rig.told.pop(0)
-    rig.told.pop(1)
+    rig.outputs.pop(0)
+    rig.outputs.pop(1)
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     assert not rig.scheduler.blocked

@@ -111,7 +111,7 @@ def check_book(rig: Rig) -> None:
 
 def drain(rig: Rig) -> None:
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     check_book(rig)
     assert not book_of(rig)._uses
@@ -157,12 +157,12 @@ def test_the_same_image_is_found_and_another_one_in_its_place_is_not_shared() ->
     assert (rig.runner.encoded, rig.scheduler.stats().image_hits) == (1, 1)
     rig.submit(ask(2, [3], 9, [5, 6, 7, 8]))  # the same size as the first image
     drain(rig)
-    assert rig.told[2].num_cached == 0
-    assert rig.told[2].tokens != rig.told[0].tokens
+    assert rig.outputs[2].num_cached == 0
+    assert rig.outputs[2].tokens != rig.outputs[0].tokens
     rig.submit(ask(3, [3], 4, [5, 6, 7, 8]))
     drain(rig)
-    assert rig.told[3].num_cached == 12
-    assert rig.told[3].tokens == rig.told[0].tokens
+    assert rig.outputs[3].num_cached == 12
+    assert rig.outputs[3].tokens == rig.outputs[0].tokens
 
 
 def test_a_prefix_may_end_within_an_image() -> None:
@@ -172,7 +172,7 @@ def test_a_prefix_may_end_within_an_image() -> None:
     drain(rig)
     rig.submit(ask(1, [3], 4, [6, 7], max_tokens=1))
     drain(rig)
-    assert rig.told[1].num_cached == 8
+    assert rig.outputs[1].num_cached == 8
     binds = ops(rig.plans[-1], BindMedia)
     assert [(op.start, op.count) for op in binds] == [(1, 10)]  # type: ignore[attr-defined]
     assert rig.runner.encoded == 1
@@ -185,7 +185,7 @@ def test_the_same_tokens_and_images_in_other_places() -> None:
     drain(rig)
     rig.submit(ask(1, 4, 1, [5, 6], max_tokens=1))
     drain(rig)
-    assert rig.told[1].num_cached == 0
+    assert rig.outputs[1].num_cached == 0
     assert rig.runner.encoded == 2
 
 
@@ -201,7 +201,7 @@ def test_the_least_recently_used_goes() -> None:
 
 
 @pytest.mark.requirement("D7")
-def test_what_goes_is_kept_by_the_host_and_comes_back_for_who_wants_it() -> None:
+def test_evicted_embeddings_move_to_the_host_and_back() -> None:
     rig = Rig(kv_config(caching=False, media=limits(cache_bytes=12, host_bytes=24, block_rows=3)), 1)
     for number, name in enumerate([4, 1, 4, 2, 4, 1, 2]):  # 4, 2 and 2 blocks; 4 and 8 are there
         rig.submit(ask(number, [3], name, [5]))
@@ -229,7 +229,7 @@ def test_the_host_keeps_what_somebody_waits_for() -> None:
     assert [held.key for held in book.cache if held.on_host] == [keys[3], keys[4]]
 
 
-def test_who_comes_first_gets_room_that_later_ones_use() -> None:
+def test_an_urgent_sequence_takes_memory_of_a_later_one() -> None:
     """An urgent sequence needs space while a later sequence is in the middle of an image."""
     rig = Rig(kv_config(media=limits(cache_bytes=10)), 1, long_prefill_token_threshold=2)
     rig.submit(ask(0, 4, [5, 6], max_tokens=2))
@@ -270,7 +270,7 @@ def test_lost_ranks_encode_again(depth: int) -> None:
     assert rig.runner.encoded == 2 + depth
 
 
-def test_of_a_sequence_that_failed_nobody_finds_the_image() -> None:
+def test_the_image_of_a_failed_sequence_is_not_reused() -> None:
     rig = Rig(kv_config(media=limits()), 1)
     rig.submit(ask(0, [3], 4, [5], seed=BAD_SEED))
     drain(rig)
@@ -316,7 +316,7 @@ def test_a_larger_cache_is_no_advice_for_pixels_beyond_a_message(monkeypatch: py
         rig.scheduler.add(ask(0, [3], 4, [5]), 0.0)
 
 
-def test_limits_are_told() -> None:
+def test_limits_are_reported() -> None:
     rig = Rig(kv_config(media=limits(most_items=2, cache_bytes=9)), 1)
     with pytest.raises(InvalidRequest, match="has 3 images; at most 2"):
         rig.scheduler.add(ask(0, 1, [3], 1, [3], 1), 0.0)
@@ -458,13 +458,13 @@ def random_load(seed: int, depth: int) -> Rig:
         parts = rng.choice(earlier)[: rng.randint(1, 6)] if rng.random() < 0.5 else random_parts(rng)
         earlier.append(parts)
         for choice in range(rng.choice([1, 1, 2])):
-            rig.submit(random_ask(rng, len(rig.told), request, choice, parts))
+            rig.submit(random_ask(rng, len(rig.outputs), request, choice, parts))
         for _ in range(rng.randint(0, 5)):
             rig.step()
             rig.audit()
             check_book(rig)
         if rng.random() < 0.1:
-            rig.finish(rng.randrange(len(rig.told)))
+            rig.finish(rng.randrange(len(rig.outputs)))
         if rng.random() < 0.05:
             rig.lose()
     drain(rig)

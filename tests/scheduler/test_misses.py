@@ -28,8 +28,8 @@ class Explaining(Rig):
             self.scheduler._state.misses.memory = PrefixMemory(kv.block_size, most)
         self.misses: dict[int, CacheMiss] = {}
 
-    def hear(self, events: list[TokenEvent]) -> None:
-        super().hear(events)
+    def collect(self, events: list[TokenEvent]) -> None:
+        super().collect(events)
         for event in events:
             if event.cache_miss is not None:
                 assert event.sequence not in self.misses, "told twice"
@@ -50,7 +50,7 @@ def test_each_reason() -> None:
     assert rig.ask(0, base) == ("new", 0)
     assert rig.ask(1, base) == ("none", 16)
     assert rig.ask(2, [*base[:18], 40, 41, 42, 43]) == ("differs", 18)
-    output = rig.told[1].tokens
+    output = rig.outputs[1].tokens
     assert ids_from_bytes(rig.misses[2].theirs).tolist() == [18, 19, *output][:32]
     assert rig.ask(3, [*base, *output, 1, 2, 3, 4, 5]) == ("new", 24)  # continues after others
     assert rig.ask(4, base, salt="x") == ("salt", 0)
@@ -58,11 +58,11 @@ def test_each_reason() -> None:
     assert rig.ask(6, [0, 1, 2]) == ("none", 0)  # the prompt has no full block
     assert rig.ask(7, base, prompt_logprobs=0) == ("disabled", 0)
     assert rig.ask(8, [*base[:6], 49, *base[7:]]) == ("differs", 6)
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
-def test_nobody_hears_what_another_client_has_sent() -> None:
+def test_misses_reveal_nothing_about_other_clients() -> None:
     rig = Explaining(kv_config(**ROOMY))
     base = list(range(20))
     rig.ask(0, base, salt="one", client=1)
@@ -71,7 +71,7 @@ def test_nobody_hears_what_another_client_has_sent() -> None:
     assert rig.ask(3, base, salt="four", client=1) == ("salt", 0)
 
 
-def test_a_difference_in_the_first_block_is_told_where_enough_is_alike() -> None:
+def test_a_difference_in_the_first_block_is_reported_for_similar_prompts() -> None:
     rig = Explaining(kv_config(**ROOMY))
     rig.ask(0, list(range(20)))
     assert rig.ask(1, [0, 1, 2, 9, *range(20)]) == ("new", 0)
@@ -80,7 +80,7 @@ def test_a_difference_in_the_first_block_is_told_where_enough_is_alike() -> None
     assert rig.ask(1, [0, 1, 2, 3, 9, *range(20)]) == ("differs", 4)
 
 
-def test_what_was_evicted() -> None:
+def test_a_miss_because_of_an_eviction() -> None:
     rig = Explaining(kv_config(blocks=14, slots=2), max_num_seqs=1)
     base = list(range(20))
     rig.ask(0, base)
@@ -89,7 +89,7 @@ def test_what_was_evicted() -> None:
     assert rig.ask(9, base)[0] == "evicted"
 
 
-def test_what_another_sequence_computes_right_now() -> None:
+def test_a_miss_on_blocks_in_computation() -> None:
     rig = Explaining(kv_config(**ROOMY), 1, max_num_batched_tokens=24)
     prompt = [n % 50 for n in range(100)]
     for number in range(2):
@@ -114,7 +114,7 @@ def test_a_state_that_is_not_kept() -> None:
     assert reasons <= {"state", "differs"}
 
 
-def test_nobody_is_told_who_did_not_ask_and_without_memory_it_says_so() -> None:
+def test_misses_are_explained_on_request_only() -> None:
     rig = Explaining(kv_config(**ROOMY), most=0)
     rig.submit(submit(0, list(range(20))))
     rig.drain()
@@ -150,9 +150,9 @@ def test_random_loads_are_explained_once_and_within_bounds(depth: int) -> None:
             if rng.random() < 0.03:
                 rig.lose()
         rig.drain()
-        rig.check_told()
+        rig.check_outputs()
         rig.check_idle()
-        for number, told in rig.told.items():
+        for number, told in rig.outputs.items():
             assert (number in rig.misses) or told.aborted or told.given_up
             if number in rig.misses:
                 assert rig.misses[number].position >= told.num_cached

@@ -100,7 +100,7 @@ def grow_without_asking(patch: pytest.MonkeyPatch) -> None:
 
 
 def tell_of_quiet_rows_only(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(commit, "_merge", lambda quiet, plain, told: plain)
+    patch.setattr(commit, "_merge", lambda quiet, plain, output: plain)
 
 
 def save_what_is_not_known(patch: pytest.MonkeyPatch) -> None:

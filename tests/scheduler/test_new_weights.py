@@ -63,7 +63,7 @@ def test_blocks_of_two_versions_are_never_found(names: tuple[bytes, ...], states
     rig.submit(submit(1, tokens, max_tokens=1))
     rig.drain()
     rig.ask()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 

@@ -23,13 +23,13 @@ class Embedder(Rig):
         super().__init__(*args, **more)  # type: ignore[arg-type]
         self.ends: dict[int, TokenEvent] = {}
 
-    def hear(self, events: list[TokenEvent]) -> None:
-        super().hear(events)
+    def collect(self, events: list[TokenEvent]) -> None:
+        super().collect(events)
         for event in events:
-            if self.told[event.sequence].request.pooling:
+            if self.outputs[event.sequence].request.pooling:
                 assert not event.token_ids
                 self.ends[event.sequence] = event
-                del self.told[event.sequence]
+                del self.outputs[event.sequence]
             else:
                 assert not event.embedding
 
@@ -58,7 +58,7 @@ def test_it_ends_with_its_prompt(depth: int, chunk: int, pooling: str) -> None:
     rig.submit(submit(1, [3, 4]))
     rig.drain()
     rig.check(request)
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     stats = rig.scheduler.stats()
     assert (stats.prompt_tokens, stats.generation_tokens) == (22, 6)
@@ -75,7 +75,7 @@ def test_a_mean_reads_no_cache_and_both_fill_it() -> None:
     assert [rig.ends[number].num_cached for number in range(3)] == [0, 16, 0]
     rig.submit(submit(3, [*prompt, 7]))
     rig.drain()
-    assert rig.told[3].num_cached == 20
+    assert rig.outputs[3].num_cached == 20
 
 
 def test_a_prompt_may_be_as_long_as_the_context() -> None:
@@ -94,7 +94,7 @@ def test_a_prompt_may_be_as_long_as_the_context() -> None:
         rig.scheduler.add(submit(9, [1] * longest), 0.0)
 
 
-def test_what_has_no_sense_with_it_is_refused() -> None:
+def test_output_options_of_embeddings_are_refused() -> None:
     rig = Embedder(kv_config(), 1)
     one = submit(0, [1, 2], pooling="last")
     for wrong in (
@@ -137,13 +137,13 @@ def test_random_loads(depth: int, drafts: int) -> None:
                 rig.audit()
             if rng.random() < 0.1:
                 gone = rng.randrange(number + 1)
-                if gone in rig.told:
+                if gone in rig.outputs:
                     rig.finish(gone)
             if rng.random() < 0.1:
                 again += sum(bool(s.pooling) for s in rig.scheduler._state.running)
                 rig.lose()
         rig.drain()
-        rig.check_told()
+        rig.check_outputs()
         rig.check_idle()
         for request in requests:
             if request.pooling:

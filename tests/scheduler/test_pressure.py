@@ -31,7 +31,7 @@ def test_one_and_a_half_sequences(depth: int, policy: str, window: int | None) -
         rig.step()
         if rng.random() < 0.1:
             rig.finish(rng.randrange(200))
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     stats = rig.scheduler.stats()
     assert stats.preemptions > 0
@@ -44,7 +44,7 @@ def test_a_long_tail_of_growing_sequences() -> None:
     for number in range(40):
         rig.submit(submit(number, [number], max_tokens=47))
     rig.drain(20000)
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     assert rig.most_preempted == 2
 
@@ -59,10 +59,10 @@ def test_victim_is_the_last_in_priority_then_arrival() -> None:
     waiting = [s.id for s in rig.scheduler._state.waiting]
     assert waiting == [0]
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
 
 
-def test_nobody_is_preempted_for_blocks_that_are_about_to_be_free() -> None:
+def test_blocks_about_to_be_freed_cause_no_preemption() -> None:
     rig = Rig(kv_config(blocks=12, max_model_len=48), 2, max_num_seqs=2)
     rig.submit(submit(0, [1] * 17, max_tokens=20))
     rig.submit(submit(1, [2] * 19, max_tokens=25))
@@ -78,7 +78,7 @@ def test_nobody_is_preempted_for_blocks_that_are_about_to_be_free() -> None:
     rig.commit()
     assert rig.scheduler.stats().free_blocks == (6,)
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     assert rig.scheduler.stats().preemptions == 0
 
 
@@ -90,7 +90,7 @@ def test_one_sequence_alone_passes_a_minimal_pool() -> None:
     rig.submit(submit(0, [5] * 40, max_tokens=8))
     rig.submit(submit(1, [6] * 30, max_tokens=18))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -124,10 +124,10 @@ def test_full_queue_is_refused_and_the_admitted_finish() -> None:
     with pytest.raises(Overloaded):
         rig.scheduler.add(submit(5, [1]), 0.0)
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.submit(submit(5, [1]))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
 
 
 @pytest.mark.requirement("F41")
@@ -149,7 +149,7 @@ def test_waiting_for_a_commit_is_not_taken_for_a_stall() -> None:
     for _ in range(1000):
         assert rig.plan() is None
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
 
 
 def test_blocks_promised_to_prefills_are_not_there_for_admission() -> None:
@@ -160,11 +160,11 @@ def test_blocks_promised_to_prefills_are_not_there_for_admission() -> None:
     rig.plan()
     rig.commit()
     rig.submit(submit(2, [3] * 8, max_tokens=2))  # arrives during the prefill
-    while not rig.told[0].tokens:
+    while not rig.outputs[0].tokens:
         assert [s.id for s in rig.scheduler._state.running] == [0]
         rig.step()
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     assert rig.scheduler.stats().preemptions == 0
 
 
@@ -180,5 +180,5 @@ def test_the_protected_run_side_by_side_only_where_all_can_grow() -> None:
     assert [0] in together
     assert not any(0 in ids and 1 in ids for ids in together)  # 8 blocks each, of 12
     assert [1, 2] in together
-    rig.check_told()
+    rig.check_outputs()
     assert rig.scheduler.stats().preemptions == 0

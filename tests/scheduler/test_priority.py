@@ -20,7 +20,7 @@ def test_admission_follows_priority_and_of_equals_arrival() -> None:
     for number, priority in enumerate([0, 5, -3, 0, -3, 5]):
         rig.submit(submit(number, [number], seed=number, max_tokens=2, priority=priority))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     assert admissions(rig) == [2, 4, 0, 3, 1, 5]
 
 
@@ -33,8 +33,8 @@ def test_where_blocks_are_short_the_least_urgent_goes(depth: int) -> None:
     ends: list[int] = []
     while len(ends) < 3:
         rig.step()
-        ends += [n for n in range(3) if rig.told[n].finish is not None and n not in ends]
-    rig.check_told()
+        ends += [n for n in range(3) if rig.outputs[n].finish is not None and n not in ends]
+    rig.check_outputs()
     assert ends == [2, 0, 1]
     assert rig.scheduler.stats().preemptions > 0
 
@@ -56,22 +56,22 @@ def test_an_urgent_newcomer_gets_a_slot_after_a_turn(depth: int, monkeypatch: py
     assert len(rig.plans) - before <= 3
     assert running(rig) == [2, 50, 0]  # the last in order gave up its slot
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
-def test_nobody_gives_way_before_a_turn_or_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_gives_way_after_a_turn_and_not_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crowding_module, "TURN", TURN)
     rig = Rig(kv_config(slots=1, **LONG), 1, max_num_seqs=1)
     rig.submit(submit(0, [0], max_tokens=30 * TURN, priority=1))
     number = 100
-    while rig.told[0].finish is None:
-        if all(told.finish is not None for n, told in rig.told.items() if n >= 100):
+    while rig.outputs[0].finish is None:
+        if all(output.finish is not None for n, output in rig.outputs.items() if n >= 100):
             rig.submit(submit(number, [number % VOCAB], max_tokens=1))
             number += 1
         rig.step()
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     assert rig.most_preempted == MOST_YIELDS
 
 
@@ -89,7 +89,7 @@ def test_the_least_urgent_get_one_slot_in_so_many(
     for priority, number in late.items():
         rig.submit(submit(number, [number % VOCAB], seed=number, max_tokens=2, priority=priority))
     number = 4
-    while any(rig.told[n].finish is None for n in late.values()):
+    while any(rig.outputs[n].finish is None for n in late.values()):
         waiting = len(rig.scheduler._state.waiting)
         for _ in range(max(0, 4 + len(late) - waiting)):
             rig.submit(submit(number, [number % VOCAB], seed=number, max_tokens=2))
@@ -97,7 +97,7 @@ def test_the_least_urgent_get_one_slot_in_so_many(
         rig.step()
         assert number < 200
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     places = [admissions(rig).index(n) for n in late.values()]
     assert places == sorted(places)
     assert places[0] >= 6
@@ -125,6 +125,6 @@ def test_random_priorities_change_no_token(depth: int, monkeypatch: pytest.Monke
             if rng.random() < 0.05:
                 rig.finish(rng.randrange(number + 1))
         rig.drain()
-        rig.check_told()
+        rig.check_outputs()
         rig.check_idle()
     assert yielded > 0

@@ -58,22 +58,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.bases = random_bases(rng)
         self.requests = 0
 
-    @precondition(lambda self: len(self.rig.told) < 30)
+    @precondition(lambda self: len(self.rig.outputs) < 30)
     @rule(seed=st.integers(0, 1 << 30), late=st.booleans())
     def submit(self, seed: int, late: bool) -> None:
         rng = random.Random(seed)
-        turn = [next_turn(rng, self.rig)] if self.rig.told and rng.random() < 0.5 else []
-        many = random_submits(rng, len(self.rig.told), self.requests, turn or self.bases)
+        turn = [next_turn(rng, self.rig)] if self.rig.outputs and rng.random() < 0.5 else []
+        many = random_submits(rng, len(self.rig.outputs), self.requests, turn or self.bases)
         for number, one in enumerate(many):
             if number and late and self.rig.scheduler.has_work():
                 self.rig.step()  # a parallel sample arrives after the first sample was planned
             self.rig.submit(one)
         self.requests += 1
 
-    @precondition(lambda self: bool(self.rig.told))
+    @precondition(lambda self: bool(self.rig.outputs))
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        self.rig.finish(data.draw(st.integers(0, len(self.rig.told) - 1)))
+        self.rig.finish(data.draw(st.integers(0, len(self.rig.outputs) - 1)))
 
     @precondition(lambda self: len(self.rig.in_flight) < self.rig.depth)
     @rule()
@@ -103,7 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "rig"):
             self.rig.drain()
-            self.rig.check_told()
+            self.rig.check_outputs()
             self.rig.check_idle()
 
 

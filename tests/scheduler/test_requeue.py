@@ -39,12 +39,12 @@ def test_steps_in_flight_are_forgotten_and_the_order_is_kept() -> None:
     assert rig.scheduler.stats().requeued == 2
     rig.audit()
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     assert rig.most_preempted == 0
 
 
-def test_who_may_be_why_is_given_up() -> None:
+def test_a_sequence_fails_after_three_losses_without_a_token() -> None:
     """A sequence fails after three losses in a row without a token. A token resets the count."""
     rig = Rig(kv_config(), depth=1, max_num_seqs=2, max_num_batched_tokens=100)
     for number in (1, 2, 3):
@@ -55,13 +55,13 @@ def test_who_may_be_why_is_given_up() -> None:
         rig.lose()
         rig.step()
         rig.step()
-    assert not any(told.given_up for told in rig.told.values())
+    assert not any(output.given_up for output in rig.outputs.values())
     for _ in range(3):
         rig.plan()
         rig.lose()
-    assert [told.given_up for told in rig.told.values()] == [True, True, False]
+    assert [output.given_up for output in rig.outputs.values()] == [True, True, False]
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -74,7 +74,7 @@ def test_a_loss_with_nothing_to_do_changes_nothing() -> None:
     rig.check_idle()
     rig.submit(submit(2, [1, 2, 3], max_tokens=2))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
 
 
 def test_nothing_that_was_cached_is_hit_after_a_loss() -> None:
@@ -85,8 +85,8 @@ def test_nothing_that_was_cached_is_hit_after_a_loss() -> None:
             rig.lose()
         rig.submit(submit(number, prompt, request=number, max_tokens=2))
         rig.drain()
-    assert [rig.told[n].num_cached for n in (1, 2, 3)] == [0, 16, 0]
-    rig.check_told()
+    assert [rig.outputs[n].num_cached for n in (1, 2, 3)] == [0, 16, 0]
+    rig.check_outputs()
 
 
 def test_running_sequences_begin_again_for_new_weights() -> None:
@@ -105,5 +105,5 @@ def test_running_sequences_begin_again_for_new_weights() -> None:
     assert rig.scheduler.stats().prefix_hits == hits
     assert rig.scheduler.stats().preemptions == 2
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()

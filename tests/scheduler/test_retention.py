@@ -36,7 +36,7 @@ class Timed(Rig):
         """Run a prompt to the end. Return the number of cached positions."""
         self.submit(submit(number, prompt, **more))
         self.drain()
-        return self.told[number].num_cached
+        return self.outputs[number].num_cached
 
 
 def others(rig: Timed, first: int, count: int) -> None:
@@ -55,7 +55,7 @@ def test_a_session_s_blocks_outlive_others() -> None:
     rig.audit()
     assert rig.ask(2, [*BASE, 1]) >= 16
     assert rig.ask(3, BASE[::-1]) == 0
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -78,7 +78,7 @@ def test_and_whoever_needs_blocks_gets_them() -> None:
     rig.submit(submit(8, [9] * 40))
     rig.submit(submit(9, [8] * 10))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -135,7 +135,7 @@ def test_random_loads(depth: int, seeds: Sequence[int]) -> None:
                 if rng.random() < 0.03:
                     rig.lose()
             rig.drain()
-            rig.check_told()
+            rig.check_outputs()
             rig.check_idle()
             hits[seconds] += rig.scheduler.stats().prefix_hits
     assert min(hits.values()) > 0
@@ -167,14 +167,14 @@ def test_the_pool_evicts_what_is_kept_last() -> None:
     assert pool._keeps == {}
 
 
-def test_what_was_evicted_and_cached_again_is_kept_as_often_as_somebody_keeps_it() -> None:
+def test_blocks_cached_again_are_retained_per_session() -> None:
     """The end of one session does not release blocks that another session has computed again."""
     rig = Timed(kv_config(blocks=12, slots=2), max_num_seqs=1)
     rig.ask(0, BASE, session="a")
     rig.ask(1, [9] * 47, max_tokens=1)  # takes all blocks, retained or not
     rig.now = SECONDS / 2
     rig.ask(2, BASE, session="b")
-    assert rig.told[2].num_cached == 0
+    assert rig.outputs[2].num_cached == 0
     rig.now = SECONDS + 0.1  # session a has ended, session b has not
     others(rig, 10, 7)
     assert list(rig.scheduler._state.retention._sessions) == ["b"]

@@ -56,7 +56,7 @@ def refused(rig: Rig, request: Submit) -> InvalidRequest:
         ("repetition_penalty", submit(1, [1], repetition_penalty=1e-39)),
     ],
 )
-def test_what_this_model_cannot_do_is_refused(param: str, request_: Submit) -> None:
+def test_requests_beyond_the_models_abilities_are_refused(param: str, request_: Submit) -> None:
     assert refused(Rig(kv_config()), request_).param == param
 
 
@@ -71,9 +71,9 @@ def test_context_length() -> None:
     rig.submit(submit(1, [1] * 47, max_tokens=100))
     rig.submit(submit(2, [1] * 40, max_tokens=100))
     rig.drain()
-    rig.check_told()
-    assert [len(rig.told[n].tokens) for n in (1, 2)] == [1, 8]
-    assert rig.told[1].finish == "length"
+    rig.check_outputs()
+    assert [len(rig.outputs[n].tokens) for n in (1, 2)] == [1, 8]
+    assert rig.outputs[1].finish == "length"
 
 
 @pytest.mark.requirement("F45")
@@ -84,7 +84,7 @@ def test_live_ids_are_not_given_twice() -> None:
     rig.drain()
     rig.submit(submit(1, [2]))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -95,10 +95,10 @@ def test_stop_id_ends_after_min_tokens(depth: int) -> None:
     rig.submit(submit(0, [7, 8], max_tokens=12, stop_ids=(stop,)))
     rig.submit(submit(1, [7, 8], max_tokens=12, stop_ids=(stop,), min_tokens=5))
     rig.drain()
-    rig.check_told()
-    assert rig.told[0].tokens == free[: free.index(stop) + 1]
-    assert (rig.told[0].finish, rig.told[0].stop_id) == ("stop", stop)
-    assert stop not in rig.told[1].tokens[:5]
+    rig.check_outputs()
+    assert rig.outputs[0].tokens == free[: free.index(stop) + 1]
+    assert (rig.outputs[0].finish, rig.outputs[0].stop_id) == ("stop", stop)
+    assert stop not in rig.outputs[1].tokens[:5]
     rig.check_idle()
 
 
@@ -108,12 +108,12 @@ def test_emitted_ids_count_as_output() -> None:
     rig.submit(submit(0, [5, 6], emitted=whole[:3], max_tokens=8))
     rig.submit(submit(1, [5, 6], emitted=whole[:8], max_tokens=8))
     rig.submit(submit(2, [5, 6], emitted=whole[:3], max_tokens=8, stop_ids=(whole[2],)))
-    assert (rig.told[1].finish, rig.told[1].tokens) == ("length", [])
-    assert (rig.told[2].finish, rig.told[2].stop_id) == ("stop", whole[2])
+    assert (rig.outputs[1].finish, rig.outputs[1].tokens) == ("length", [])
+    assert (rig.outputs[2].finish, rig.outputs[2].stop_id) == ("stop", whole[2])
     assert rig.scheduler.stats().waiting == 1
     rig.drain()
-    rig.check_told()
-    assert rig.told[0].tokens == whole[3:]
+    rig.check_outputs()
+    assert rig.outputs[0].tokens == whole[3:]
 
 
 @pytest.mark.requirement("B6", "F45")
@@ -131,7 +131,7 @@ def test_abort_in_every_state_is_idempotent(steps: int, depth: int) -> None:
         assert rig.scheduler.finish(sequence) == []
     assert rig.scheduler.finish(99) == []
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -141,9 +141,9 @@ def test_row_error_ends_that_row_only() -> None:
     rig.submit(submit(0, [1, 2], seed=BAD_SEED))
     rig.submit(submit(1, [1, 2]))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
-    assert (rig.told[0].finish, rig.told[0].error) == ("error", ROW_ERROR)
+    assert (rig.outputs[0].finish, rig.outputs[0].error) == ("error", ROW_ERROR)
     assert rig.scheduler.stats().row_errors == 1
 
 
@@ -163,9 +163,9 @@ def test_parallel_samples_share_the_prompt(caching: bool, late: bool) -> None:
         rig.step()
         rig.audit()
         most = max(most, 64 - rig.scheduler.stats().free_blocks[0])
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
-    assert [rig.told[n].num_cached for n in range(3)] == [0, 28, 28]
+    assert [rig.outputs[n].num_cached for n in range(3)] == [0, 28, 28]
     assert most <= 7 + 3 * 3  # seven shared blocks, and a tail for each sequence
     assert rig.scheduler.stats().prefix_hits == 56
 
@@ -176,11 +176,11 @@ def test_parallel_samples_wait_for_the_prompt_and_block_nobody() -> None:
     rig.submit(submit(1, [1] * 20, request=0, choice=1, max_tokens=3))
     rig.submit(submit(2, [2] * 6, max_tokens=3))
     rig.step()
-    assert rig.told[2].tokens  # a younger sequence is not delayed by the parallel sample
+    assert rig.outputs[2].tokens  # a younger sequence is not delayed by the parallel sample
     assert rig.scheduler.stats().waiting == 1
     rig.drain()
-    rig.check_told()
-    assert rig.told[1].num_cached == 16
+    rig.check_outputs()
+    assert rig.outputs[1].num_cached == 16
 
 
 def test_without_caching_nothing_else_is_shared() -> None:
@@ -189,7 +189,7 @@ def test_without_caching_nothing_else_is_shared() -> None:
         rig.submit(submit(number, [1] * 20))
         rig.drain()
     assert rig.scheduler.stats().prefix_hits == 0
-    assert [told.num_cached for told in rig.told.values()] == [0, 0, 0]
+    assert [output.num_cached for output in rig.outputs.values()] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -200,9 +200,9 @@ def test_when_the_first_sample_goes_a_parallel_sample_leads(caching: bool) -> No
     rig.step()
     rig.finish(0)
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
-    assert rig.told[2].num_cached == 16
+    assert rig.outputs[2].num_cached == 16
 
 
 @pytest.mark.requirement("F33")
@@ -211,8 +211,8 @@ def test_equal_prefixes_are_shared_between_equal_salts_only() -> None:
     for number, salt in enumerate(("", "a", "a", "b", "")):
         rig.submit(submit(number, list(range(21)), salt=salt))
         rig.drain()
-    rig.check_told()
-    assert [told.num_cached for told in rig.told.values()] == [0, 0, 20, 0, 20]
+    rig.check_outputs()
+    assert [output.num_cached for output in rig.outputs.values()] == [0, 0, 20, 0, 20]
 
 
 def test_at_least_one_token_is_recomputed() -> None:
@@ -220,18 +220,18 @@ def test_at_least_one_token_is_recomputed() -> None:
     for number in range(2):
         rig.submit(submit(number, list(range(20))))
         rig.drain()
-    rig.check_told()
-    assert rig.told[1].num_cached == 16
+    rig.check_outputs()
+    assert rig.outputs[1].num_cached == 16
 
 
-def test_what_was_generated_is_a_prefix_too() -> None:
+def test_generated_tokens_are_cached_as_a_prefix() -> None:
     rig = Rig(kv_config())
     rig.submit(submit(0, [1, 2, 3], max_tokens=14))
     rig.drain()
-    rig.submit(submit(1, [1, 2, 3, *rig.told[0].tokens]))
+    rig.submit(submit(1, [1, 2, 3, *rig.outputs[0].tokens]))
     rig.drain()
-    rig.check_told()
-    assert rig.told[1].num_cached == 16
+    rig.check_outputs()
+    assert rig.outputs[1].num_cached == 16
 
 
 @pytest.mark.parametrize("threshold", [0, 1, 7])
@@ -247,10 +247,10 @@ def test_prompt_logprobs_are_computed_not_cached(threshold: int, depth: int) -> 
         )
     rig.submit(submit(7, [3], prompt_logprobs=0))
     rig.drain()
-    rig.check_told()
-    assert [rig.told[n].num_cached for n in (1, 2, 3)] == [0, 16, 16]
-    assert [ids[0] for ids in rig.told[1].prompt_logprob_ids] == prompt[1:]
-    assert not rig.told[2].prompt_logprob_ids
+    rig.check_outputs()
+    assert [rig.outputs[n].num_cached for n in (1, 2, 3)] == [0, 16, 16]
+    assert [ids[0] for ids in rig.outputs[1].prompt_logprob_ids] == prompt[1:]
+    assert not rig.outputs[2].prompt_logprob_ids
 
 
 def test_prompt_logprobs_are_delivered_once_across_preemption() -> None:
@@ -266,9 +266,9 @@ def test_prompt_logprobs_are_delivered_once_across_preemption() -> None:
     assert 0 < victim.delivered < 29
     rig.scheduler._state.preempt(victim, victim.state)
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
-    assert [ids[0] for ids in rig.told[1].prompt_logprob_ids] == list(range(1, 30))
+    assert [ids[0] for ids in rig.outputs[1].prompt_logprob_ids] == list(range(1, 30))
 
 
 def test_states_change_by_the_table_alone() -> None:

@@ -37,8 +37,8 @@ def shape(plan: StepPlan) -> list[Any]:
 
 def outcome(rig: Rig) -> list[Any]:
     """Return all plans, outputs and statistics of a rig."""
-    told = [(t.tokens, t.logprob_ids, t.finish, t.stop_id, t.num_cached) for t in rig.told.values()]
-    return [told, [shape(plan) for plan in rig.plans], rig.scheduler.stats()]
+    output = [(t.tokens, t.logprob_ids, t.finish, t.stop_id, t.num_cached) for t in rig.outputs.values()]
+    return [output, [shape(plan) for plan in rig.plans], rig.scheduler.stats()]
 
 
 @mostly_slow("seed", range(12), 5)
@@ -59,15 +59,15 @@ def busy_run() -> tuple[Rig, list[list[TokenEvent]]]:
     for number in range(30):
         stop = (number % 50, (number + 7) % 50)
         rig.submit(submit(number, [number] * (3 + number % 5), max_tokens=5 + number % 20, stop_ids=stop))
-    hear = rig.hear
+    hear = rig.collect
 
     def listening(events: list[TokenEvent]) -> None:
         heard.append(events)
         hear(events)
 
-    rig.hear = listening  # type: ignore[method-assign]
+    rig.collect = listening  # type: ignore[method-assign]
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     return rig, heard
 
@@ -110,8 +110,8 @@ def test_more_stops_than_a_column_pins() -> None:
     rig = Rig(kv_config(), 2)
     rig.submit(submit(0, [7, 8], max_tokens=30, stop_ids=stops))
     rig.drain()
-    rig.check_told()
-    assert rig.told[0].finish == "stop"
+    rig.check_outputs()
+    assert rig.outputs[0].finish == "stop"
 
 
 def test_all_rows_grow_in_one_op() -> None:

@@ -49,9 +49,9 @@ def test_a_repeated_prompt_goes_on_from_the_last_boundary(depth: int) -> None:
     for number in (1, 2):
         it.submit(submit(number, PROMPT + [1] * number))
         it.drain()
-        assert it.told[number].num_cached == 28
+        assert it.outputs[number].num_cached == 28
     assert loads(it.plans) == 2
-    it.check_told()
+    it.check_outputs()
     it.check_idle()
 
 
@@ -59,23 +59,23 @@ def test_the_next_turn_of_a_chat_goes_on_from_what_was_said() -> None:
     it = rig(stride=16)
     it.submit(submit(0, PROMPT[:10], max_tokens=17))
     it.drain()
-    said = PROMPT[:10] + it.told[0].tokens
+    said = PROMPT[:10] + it.outputs[0].tokens
     assert len(said) == 27
     it.submit(submit(1, [*said, 3, 4, 5]))
     it.drain()
     # The last id was sampled and never computed: 26 positions, with the last boundary at 24. In decode,
     # snapshots are as far apart as the stride (at most 64).
-    assert it.told[1].num_cached == 16
+    assert it.outputs[1].num_cached == 16
     other = rig(stride=4)
     other.submit(submit(0, PROMPT[:10], max_tokens=17))
     other.drain()
     other.submit(submit(1, [*said, 3, 4, 5]))
     other.drain()
-    assert other.told[1].num_cached == 24
+    assert other.outputs[1].num_cached == 24
     assert len(saves(other.plans)) == 1 + 4 + 2  # 8; 12, 16, 20, 24; then 28 and 32
 
 
-def test_of_a_sequence_that_decodes_one_snapshot_is_left() -> None:
+def test_a_decoding_sequence_keeps_one_snapshot() -> None:
     it = rig(stride=4)
     it.submit(submit(0, PROMPT[:9], max_tokens=30))
     it.drain()
@@ -91,7 +91,7 @@ def test_drafts_do_not_keep_boundaries_from_being_saved(copies: int) -> None:
     for number in range(6):
         it.submit(submit(number, PROMPT[number : number + 9], max_tokens=30))
     it.drain()
-    it.check_told()
+    it.check_outputs()
     assert it.runner.accepted > 20
     backs = [op.back for plan in it.plans for op in plan.ops if isinstance(op, SaveState)]
     assert max(backs) > 0
@@ -103,21 +103,21 @@ def test_a_slot_whose_length_is_not_known_is_not_saved() -> None:
     for number in range(4):
         it.submit(submit(number, PROMPT[number : number + 9], max_tokens=30))
     it.drain()  # the runner would fail
-    it.check_told()
+    it.check_outputs()
     assert it.runner.accepted > 10
 
 
-def test_who_shares_the_start_of_a_prompt_gains_from_the_third_on() -> None:
+def test_a_shared_start_is_hit_from_the_third_prompt_on() -> None:
     """The second prompt reveals the shared length: the entries were cached, but no state was."""
     it = rig(stride=16)
     cached = []
     for number in range(4):
         it.submit(submit(number, PROMPT[:18] + [number] * 10))
         it.drain()
-        cached.append(it.told[number].num_cached)
+        cached.append(it.outputs[number].num_cached)
     assert cached == [0, 0, 16, 16]
     assert (0, 16) in chunks(it.plans)
-    it.check_told()
+    it.check_outputs()
 
 
 def test_long_prompts_leave_snapshots_on_the_way() -> None:
@@ -127,8 +127,8 @@ def test_long_prompts_leave_snapshots_on_the_way() -> None:
     assert chunks(it.plans) == [(0, 8), (8, 16), (16, 24), (24, 28), (28, 30)]
     it.submit(submit(1, [*PROMPT[:20], 3, 3, 3]))
     it.drain()
-    assert it.told[1].num_cached == 16
-    it.check_told()
+    assert it.outputs[1].num_cached == 16
+    it.check_outputs()
 
 
 @pytest.mark.parametrize("caching", [False, True])
@@ -138,11 +138,11 @@ def test_parallel_samples_go_on_from_their_leaders_state(depth: int, caching: bo
     for choice in range(3):
         it.submit(submit(choice, PROMPT, request=9, choice=choice))
     it.drain()
-    it.check_told()
-    assert [it.told[number].num_cached for number in range(3)] == [0, 28, 28]
+    it.check_outputs()
+    assert [it.outputs[number].num_cached for number in range(3)] == [0, 28, 28]
     it.submit(submit(3, PROMPT))
     it.drain()
-    assert it.told[3].num_cached == (28 if caching else 0)
+    assert it.outputs[3].num_cached == (28 if caching else 0)
 
 
 def test_without_sharing_no_chunk_is_cut_and_nothing_saved() -> None:
@@ -158,7 +158,7 @@ def test_a_full_pool_never_keeps_anyone_waiting() -> None:
     for number in range(8):
         it.submit(submit(number, PROMPT[number : number + 12], max_tokens=20))
     it.drain()
-    it.check_told()
+    it.check_outputs()
     it.check_idle()
     assert it.scheduler.stats().preemptions == 0
 
@@ -183,7 +183,7 @@ def test_a_slot_is_not_given_away_while_its_state_is_saved() -> None:
     it.commit()
     assert it.scheduler._state.slots.available() == 3
     it.drain()
-    it.check_told()
+    it.check_outputs()
 
 
 def test_a_snapshot_that_its_plan_had_not_committed_outlives_an_abort() -> None:
@@ -198,7 +198,7 @@ def test_a_snapshot_that_its_plan_had_not_committed_outlives_an_abort() -> None:
     it.drain()
     it.submit(submit(1, PROMPT))
     it.drain()
-    assert it.told[1].num_cached == 28
+    assert it.outputs[1].num_cached == 28
 
 
 def test_a_row_that_failed_leaves_no_snapshot() -> None:
@@ -219,12 +219,12 @@ def test_a_preempted_sequence_comes_back_to_its_last_boundary() -> None:
     it.submit(submit(0, PROMPT[:12], max_tokens=36))
     it.submit(submit(1, PROMPT[3:15], max_tokens=36))
     it.drain()
-    it.check_told()
+    it.check_outputs()
     assert it.scheduler.stats().preemptions > 0
     assert loads(it.plans) > 0
 
 
-def test_what_was_said_by_way_of_drafts_can_be_hit() -> None:
+def test_tokens_accepted_as_drafts_are_cached() -> None:
     """Several tokens in one step fill blocks. Boundaries lie between these tokens."""
     for states in (0, 40):
         it = rig(stride=4, copies=4, states=states)
@@ -233,9 +233,9 @@ def test_what_was_said_by_way_of_drafts_can_be_hit() -> None:
             it.submit(submit(number, PROMPT[: 8 + number], max_tokens=30 - number))
         it.drain()
         for number in range(5):
-            said = PROMPT[: 8 + number] + it.told[number].tokens
+            said = PROMPT[: 8 + number] + it.outputs[number].tokens
             it.submit(submit(10 + number, [*said, 3]))
             it.drain()
             # 37 positions were computed. No plan follows the last step, so states at its end are not saved.
-            assert it.told[10 + number].num_cached >= (32 if states else 36)
-        it.check_told()
+            assert it.outputs[10 + number].num_cached >= (32 if states else 36)
+        it.check_outputs()

@@ -70,7 +70,7 @@ def recorded(
         made.append(plain(plan))
         return plan
 
-    def told(self: Any, *given: Any) -> Any:
+    def output(self: Any, *given: Any) -> Any:
         events = commit(self, *given)
         made.append(plain(events))
         return events
@@ -98,7 +98,7 @@ def recorded(
 
     with patch.context() as patched:
         patched.setattr(scheduler_module.Scheduler, "freeze", frozen)
-        patched.setattr(scheduler_module.Scheduler, "commit", told)
+        patched.setattr(scheduler_module.Scheduler, "commit", output)
         patched.setattr(SteadyRows, "segment", repeated)
         patched.setattr(commit_module, "_commit_steady", quietly)
         if not steady:
@@ -196,7 +196,7 @@ def paused(rig: Rig) -> None:
     """No step runs for a while, then a sequence ends before the next."""
     landed(rig)
     rig.now += 5.0
-    rig.hear(rig.scheduler.expire(rig.now))
+    rig.collect(rig.scheduler.expire(rig.now))
     rig.finish(0)
 
 
@@ -238,7 +238,7 @@ def test_no_change_lets_steady_rows_use_old_columns(
         was_steady.append(rig.scheduler._state.unchanged() is not None)
         change(rig)
         rig.drain()
-        rig.check_told()
+        rig.check_outputs()
         rig.check_idle()
         rig.audit()
 
@@ -258,7 +258,7 @@ def test_rows_that_need_more_than_a_token_never_commit_together(
         rig.submit(submit(0, [1, 2, 3], max_tokens=12))
         rig.submit(submit(1, [1, 2, 4], max_tokens=12, **extra))
         rig.drain()
-        rig.check_told()
+        rig.check_outputs()
 
     made, plans, commits = recorded(run, monkeypatch, True)
     assert plans > 3, "the columns of the plan are reused"
@@ -274,7 +274,7 @@ def test_a_sequence_that_comes_back_from_a_load_has_new_rows(monkeypatch: pytest
         for number, first in enumerate(([7, 3] * 8, [5, 2] * 8)):
             rig.submit(submit(number, first, max_tokens=28))
         rig.settle()
-        rig.check_told()
+        rig.check_outputs()
         assert rig.scheduler.stats().preemptions
 
     made, plans, commits = recorded(run, monkeypatch, True)
@@ -299,7 +299,7 @@ def test_a_step_with_fewer_rows_ends_steady_rows(monkeypatch: pytest.MonkeyPatch
         for number in range(3):
             rig.submit(submit(number, [1, 2, 3 + number], max_tokens=24))
         rig.drain()
-        rig.check_told()
+        rig.check_outputs()
         rig.check_idle()
         assert len(calls) > 2
 

@@ -52,9 +52,9 @@ def test_decode_is_reserved_first_and_prefill_spends_the_rest() -> None:
     assert plan.prefill.count.tolist() == [19, 2]
     assert plan.prefill.sample.tolist() == [1, 0]  # the last chunk samples in the same step
     rig.commit()
-    assert len(rig.told[3].tokens) == 1
+    assert len(rig.outputs[3].tokens) == 1
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
 
 
 @pytest.mark.requirement("B4")
@@ -73,7 +73,7 @@ def test_last_chunk_and_first_decode_at_depth_2() -> None:
     rig.commit()
     assert rig.plan() is None  # may have reached max_tokens: left out
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     assert len(rig.plans) == 3
 
 
@@ -88,7 +88,7 @@ def test_threshold_caps_admission_and_resumption() -> None:
         counts.append(planned(rig).prefill.count.tolist())
     assert counts == [[5, 5], [5, 5], [2, 2]]
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
 
 
 @pytest.mark.requirement("B1")
@@ -103,7 +103,7 @@ def test_exclusive_is_prefill_first_and_reserves_nothing() -> None:
         rig.commit()
     assert [(p.prefill.tokens, p.decode.tokens) for p in plans] == [(24, 0), (6, 0), (0, 2)]
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
 
 
 @pytest.mark.requirement("B5")
@@ -115,7 +115,7 @@ def test_pure_plans_are_the_same_under_both_policies(depth: int) -> None:
         for number in range(4):
             rig.submit(submit(number, [number] * 6, max_tokens=10))  # all prompts in one step
         rig.drain()
-        rig.check_told()
+        rig.check_outputs()
     mixed, exclusive = (rig.plans for rig in rigs)
     assert len(mixed) == len(exclusive)
     assert all(same(a, b) for a, b in zip(mixed, exclusive, strict=True))
@@ -134,12 +134,12 @@ def test_steady_state_is_mixed(depth: int, threshold: int) -> None:
     steady = []
     while rig.scheduler.has_work():
         before = rig.scheduler.stats()
-        decoding = any(told.tokens and told.finish is None for told in rig.told.values())
+        decoding = any(output.tokens and output.finish is None for output in rig.outputs.values())
         done = len(rig.plans)
         rig.step()
         if decoding and before.waiting:
             steady += rig.plans[done:]
-    rig.check_told()
+    rig.check_outputs()
     assert len(steady) > 100
     assert sum(bool(p.prefill.rows and p.decode.rows) for p in steady) >= 0.95 * len(steady)
     assert rig.scheduler.stats().mixed_steps == sum(bool(p.prefill.rows and p.decode.rows) for p in rig.plans)
@@ -154,11 +154,11 @@ def test_running_decodes_get_a_token_every_step_beside_long_prompts() -> None:
     for number in range(4, 24):
         rig.submit(submit(number, [number] * 40, max_tokens=1))
     for _ in range(30):
-        have = [len(rig.told[n].tokens) for n in range(4)]
+        have = [len(rig.outputs[n].tokens) for n in range(4)]
         rig.step()
-        assert [len(rig.told[n].tokens) for n in range(4)] == [h + 1 for h in have]
+        assert [len(rig.outputs[n].tokens) for n in range(4)] == [h + 1 for h in have]
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
 
 
 @pytest.mark.requirement("B4")
@@ -170,9 +170,9 @@ def test_a_younger_short_prompt_does_not_overtake() -> None:
     order = []
     while rig.scheduler.has_work():
         rig.step()
-        order += [n for n in (0, 1, 2) if rig.told[n].tokens and n not in order]
+        order += [n for n in (0, 1, 2) if rig.outputs[n].tokens and n not in order]
     assert order == [0, 1, 2]
-    rig.check_told()
+    rig.check_outputs()
 
 
 def test_priority_goes_before_arrival() -> None:
@@ -182,7 +182,7 @@ def test_priority_goes_before_arrival() -> None:
     order = []
     while rig.scheduler.has_work():
         rig.step()
-        order += [n for n in range(4) if rig.told[n].tokens and n not in order]
+        order += [n for n in range(4) if rig.outputs[n].tokens and n not in order]
     assert order == [3, 0, 2, 1]
 
 
@@ -191,7 +191,7 @@ def test_slots_are_freed_before_they_are_given_again() -> None:
     for number in range(3):
         rig.submit(submit(number, [number], max_tokens=2))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     ops = [op for plan in rig.plans for op in plan.ops if isinstance(op, AllocSlot | FreeSlot)]
     assert [(type(op).__name__, op.slot, op.gen) for op in ops] == [
         ("AllocSlot", 0, 1),
@@ -230,6 +230,6 @@ def test_a_step_computes_a_bounded_number_of_prompt_logits(monkeypatch: pytest.M
 
     monkeypatch.setattr(rig.scheduler, "plan", watched)
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     assert max(asked) == 10
     assert sum(asked) == 3 * 23

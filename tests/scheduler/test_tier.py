@@ -41,10 +41,10 @@ def ask(rig: TierRig, *requests: Submit) -> int:
     for one in requests:
         rig.submit(one)
     rig.settle()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     rig.audit()
-    return rig.told[requests[-1].sequence].num_cached
+    return rig.outputs[requests[-1].sequence].num_cached
 
 
 @pytest.mark.parametrize("kinds", KINDS)
@@ -96,7 +96,7 @@ def _run(rng: random.Random, rig: TierRig, bases: list[list[int]]) -> None:
         if rng.random() < 0.02:
             rig.loads.on(Flushed(), rig.now)
         rig.now += rng.choice([0.0, 0.01, 0.6])
-        rig.hear(rig.scheduler.expire(rig.now))
+        rig.collect(rig.scheduler.expire(rig.now))
         rig.ask()
         if rig.under_way and rng.random() < 0.5:
             rig.serve(rng.randrange(len(rig.under_way)))
@@ -106,7 +106,7 @@ def _run(rng: random.Random, rig: TierRig, bases: list[list[int]]) -> None:
             rig.commit()
         rig.audit()
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -121,11 +121,11 @@ def test_a_disk_that_does_not_answer_delays_a_prompt_once() -> None:
     assert command.load
     assert rig.scheduler.blocked
     rig.now += 1.0
-    rig.hear(rig.scheduler.expire(rig.now))
+    rig.collect(rig.scheduler.expire(rig.now))
     assert not rig.scheduler.blocked
     while rig.scheduler.has_work():
         rig.step()
-    rig.check_told()
+    rig.check_outputs()
     rig.now += 60.0
     rig.submit(submit(1, PROMPT[:9] + [1] * 20))
     rig.ask()
@@ -149,7 +149,7 @@ def test_a_failed_block_is_a_shorter_hit() -> None:
     rig = TierRig(kv, disk=disk)
     rig.submit(msg := submit(0, PROMPT))
     rig.settle()
-    assert rig.told[msg.sequence].num_cached == 8
+    assert rig.outputs[msg.sequence].num_cached == 8
     stats = rig.loads.stats()
     assert stats.loads == {"corrupt": 1}
     assert rig.loads.book.state(*third) in ("resident", "disk")  # computed, and stored again
@@ -203,10 +203,10 @@ def test_the_first_load_measures_a_slow_disk(monkeypatch: pytest.MonkeyPatch) ->
     assert [command.size for command, _ in rig.under_way] == [1, 1]
     rig.seconds = 60.0
     rig.settle()
-    assert rig.told[0].num_cached == 8
+    assert rig.outputs[0].num_cached == 8
     rig.submit(submit(1, OTHER))
     rig.settle()
-    rig.check_told()
+    rig.check_outputs()
     assert rig.loads.stats().loads == {"cut": 1, "slower": 1}
 
 
@@ -235,7 +235,7 @@ def test_a_load_that_ends_early_leaves_no_block_on_hold(end: str, monkeypatch: p
         rig.loads.on(Flushed(), rig.now)
     else:
         rig.now += 1.0
-        rig.hear(rig.scheduler.expire(rig.now))
+        rig.collect(rig.scheduler.expire(rig.now))
         rig.step()
         if end == "preempt":
             (sequence, *_) = rig.scheduler._state.running
@@ -244,7 +244,7 @@ def test_a_load_that_ends_early_leaves_no_block_on_hold(end: str, monkeypatch: p
             rig.step()
     rig.audit()
     rig.settle()
-    rig.check_told()
+    rig.check_outputs()
     rig.audit()
     rig.check_idle()
     found = rig.loads.stats()
@@ -319,13 +319,13 @@ OTHER = [5, 2] * 16
 
 
 @pytest.mark.parametrize("stuck", [False, True])
-def test_nobody_waits_for_a_store_that_is_off_or_stuck(stuck: bool) -> None:
+def test_sequences_do_not_wait_for_a_store_that_is_off_or_stuck(stuck: bool) -> None:
     """Sequences without a command under way go on at once, and statistics say so."""
     _, rig = stored(PROMPT, OTHER)
     rig.submit(submit(0, PROMPT))
     rig.ask()
     rig.now += 60.0
-    rig.hear(rig.scheduler.expire(rig.now))
+    rig.collect(rig.scheduler.expire(rig.now))
     if not stuck:
         rig.loads.on(Stopped("No space left on device"), rig.now)
     rig.submit(submit(1, OTHER))
@@ -346,7 +346,7 @@ def test_a_store_that_turns_off_lets_waiting_sequences_go_on() -> None:
     rig.ask()
     assert rig.loads.stats().waiting == len(rig.under_way)  # of the commands still under way
     rig.settle()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -380,7 +380,7 @@ def test_a_preempted_sequence_loads_its_blocks(mode: str) -> None:
     for number, first in enumerate(([7, 3] * 8, [5, 2] * 8)):
         rig.submit(submit(number, first, max_tokens=28, session=session))
     rig.settle()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     stats = rig.scheduler.stats()
     assert stats.preemptions > 0
@@ -402,9 +402,9 @@ def test_blocks_that_were_evicted_while_a_sequence_waited_are_loaded(at_arrival:
     rig.step()
     rig.submit(submit(3, PROMPT))
     rig.settle()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
-    assert rig.told[3].num_cached == 28
+    assert rig.outputs[3].num_cached == 28
     assert set(rig.loads.stats().loads) == {"done"}
 
 
@@ -422,9 +422,9 @@ def test_loaded_blocks_stay_until_the_admission() -> None:
     rig.step()
     rig.submit(submit(3, PROMPT))
     rig.settle()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
-    assert rig.told[3].num_cached == 28
+    assert rig.outputs[3].num_cached == 28
     assert rig.loads.stats().loads == {"done": 1}
     assert not rig.loads._kept
 
@@ -438,9 +438,9 @@ def test_a_load_at_the_admission_reserves_the_blocks_of_its_sequence() -> None:
     rig.step()
     assert [one.id for one in rig.scheduler._state.running] == [0]  # 2 fits beside 0, and not beside 0 and 1
     rig.settle()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
-    assert rig.told[1].num_cached == 28
+    assert rig.outputs[1].num_cached == 28
     assert rig.loads.stats().loads == {"done": 1}
 
 
@@ -448,12 +448,12 @@ def test_sequences_load_after_a_loss_of_ranks() -> None:
     rig = TierRig(kv_config(), mode="all")
     ask(rig, submit(0, PROMPT))
     rig.submit(submit(1, [*PROMPT, 1]))
-    while not rig.told[1].tokens:
+    while not rig.outputs[1].tokens:
         rig.ask()
         rig.step()
     rig.lose()
     rig.settle()
-    rig.check_told()
+    rig.check_outputs()
     assert rig.loads.stats().saved_tokens == 32
 
 
@@ -464,8 +464,8 @@ def test_a_flush_also_ends_loads_under_way() -> None:
     assert rig.under_way
     rig.loads.on(Flushed(), rig.now)
     rig.settle()
-    assert rig.told[0].num_cached == 0
-    rig.check_told()
+    assert rig.outputs[0].num_cached == 0
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -507,8 +507,8 @@ class Explaining(TierRig):
         self.scheduler._state.misses.memory = PrefixMemory(self.kv.block_size, 1 << 20)
         self.reasons: dict[int, str] = {}
 
-    def hear(self, events: list[TokenEvent]) -> None:
-        super().hear(events)
+    def collect(self, events: list[TokenEvent]) -> None:
+        super().collect(events)
         self.reasons.update({e.sequence: e.cache_miss.reason for e in events if e.cache_miss is not None})
 
     def why(self, number: int, prompt: list[int]) -> str:
@@ -518,7 +518,7 @@ class Explaining(TierRig):
 
 
 @pytest.mark.parametrize("mode", ["all", "reused", "sessions"])
-def test_a_miss_says_why_a_block_is_not_stored(mode: StoreMode) -> None:
+def test_a_miss_reports_why_a_block_is_not_stored(mode: StoreMode) -> None:
     """Each reason, for a prompt that the pool has evicted."""
     reasons = {
         "all": {
@@ -541,7 +541,7 @@ def test_a_miss_says_why_a_block_is_not_stored(mode: StoreMode) -> None:
         assert rig.why(1, PROMPT) == reason
 
 
-def test_a_miss_says_that_the_level_with_the_block_does_not_answer() -> None:
+def test_a_miss_reports_a_level_without_an_answer() -> None:
     """A store that is away has removed nothing."""
     rig = Explaining()
     ask(rig, submit(0, PROMPT))
@@ -565,7 +565,7 @@ def test_a_block_whose_ranks_have_no_level_in_common_is_not_stored() -> None:
     assert rig.loads.book.skipped == {"slow": command.size}
 
 
-def test_a_miss_says_that_another_model_has_the_block() -> None:
+def test_a_miss_reports_a_block_of_another_model() -> None:
     first = TierRig(kv_config())
     ask(first, submit(0, PROMPT))
     rig = Explaining()

@@ -288,7 +288,7 @@ def test_states_leave_in_the_plan_after_and_wait_for_a_snapshot() -> None:
     side.check_idle()
 
 
-def test_a_state_that_nobody_wants_any_more_keeps_no_slot() -> None:
+def test_an_unwanted_state_keeps_no_slot() -> None:
     side = Side("prefill", kv_config(states=1, caching=False), max_num_batched_tokens=64)
     for number in (1, 2, 3):
         side.submit(number, [number] * 10)
@@ -330,7 +330,7 @@ def test_the_drafter_fills_its_cache_with_the_last_chunk() -> None:
 
 
 @pytest.mark.parametrize("when", ["queued", "prefilling"])
-def test_what_fails_while_it_is_here_is_given_back(when: str) -> None:
+def test_a_failed_transfer_returns_the_sequence_to_the_router(when: str) -> None:
     side = Side("prefill", kv_config(), long_prefill_token_threshold=4)
     side.submit(1)
     if when == "prefilling":
@@ -431,8 +431,8 @@ def test_a_receiver_decodes_from_its_first_step_on(facts: dict[str, Any], depth:
     assert sum(isinstance(op, LoadState) for op in plan.ops) == (2 if "states" in facts else 0)
     assert sum(isinstance(op, AppendBlocks) for op in plan.ops) >= 1
     side.drain()
-    told = [token for event in side.events for token in event.token_ids]
-    assert (told, side.events[-1].finish) == (tokens, finish)
+    output = [token for event in side.events for token in event.token_ids]
+    assert (output, side.events[-1].finish) == (tokens, finish)
     positions = [event.position for event in side.events]
     lengths = [len(event.token_ids) for event in side.events]
     assert positions == [sum(lengths[:number]) for number in range(len(lengths))]
@@ -487,8 +487,8 @@ def test_parallel_samples_are_answered_once_the_first_sample_has_received_or_end
         side.land(1, one, requests[1])
         side.drain()
         for number, request in enumerate(requests):
-            told = [t for event in side.events if event.sequence == number for t in event.token_ids]
-            assert told == alone(request, 48)[0]
+            output = [t for event in side.events if event.sequence == number for t in event.token_ids]
+            assert output == alone(request, 48)[0]
         side.check_idle()
     side = Side("decode", kv_config())
     for choice in range(3):
@@ -609,8 +609,8 @@ def test_a_receiver_ends_before_its_transfer(when: str, how: str) -> None:
             assert events == []
             events = side.transfer(r.TransferFailed(key_of(1), ERROR))
     assert [event.finish for event in events] == ["abort" if how == "abort" else "evicted"]
-    told = how == "failed" or (how == "lost" and when == "awaiting")
-    assert names(side.scheduler.transfer_requests()) == ([] if told else ["CancelTransfer"])
+    output = how == "failed" or (how == "lost" and when == "awaiting")
+    assert names(side.scheduler.transfer_requests()) == ([] if output else ["CancelTransfer"])
     assert side.held == held
     assert side.scheduler.transfer(r.TransferReceived(key_of(1), (FirstToken(0, 1),)), 6.0) == []
     side.transfer(r.TransferFreed(key_of(1)))
@@ -657,7 +657,7 @@ def test_preempted_and_lost_receivers_are_given_back() -> None:
 
 
 @pytest.mark.requirement("E5")
-def test_what_has_received_waits_its_turn_for_a_slot_and_passes_by_who_lacks_blocks() -> None:
+def test_received_sequences_get_slots_in_order_before_sequences_without_blocks() -> None:
     side = Side("decode", kv_config(blocks=12), max_num_seqs=1)
     requests = {n: side.submit(n, [n] * 10, max_tokens=3) for n in (1, 2)}
     side.local(3, [3] * 10, max_tokens=3)
@@ -699,7 +699,7 @@ def test_a_parameters_must_be_for_this_group() -> None:
         side.submit(2)
 
 
-def test_what_was_complete_when_it_came_ends_its_transfer_at_once() -> None:
+def test_a_complete_sequence_cancels_its_transfer_at_once() -> None:
     side = Side("decode", kv_config())
     side.submit(1, emitted=[1, 2], max_tokens=2)
     assert [(event.finish, event.position) for event in side.events] == [("length", 2)]

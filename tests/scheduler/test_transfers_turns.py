@@ -17,7 +17,7 @@ from weft.scheduler.transfer_book import FENCE_S
 from weft.types import transfer as r
 
 
-def test_who_has_blocks_and_no_slot_gives_them_to_one_that_may_not_be_preempted() -> None:
+def test_a_received_sequence_without_a_slot_yields_blocks_to_a_protected_one() -> None:
     side = Side("decode", kv_config(blocks=12, caching=False), max_num_seqs=1)
     side.local(1, PROMPT, max_tokens=30)
     side.step()
@@ -55,7 +55,7 @@ def reserved_now(side: Side) -> list[int]:
 
 
 @pytest.mark.parametrize("ends", ["length", "abort", "freed"])
-def test_who_was_put_off_gets_blocks_when_they_are_free_and_is_not_asked_again(ends: str) -> None:
+def test_a_postponed_transfer_is_bound_when_blocks_are_free(ends: str) -> None:
     """Otherwise the stream would stall until the sender repeats the offer."""
     side = Side("decode", kv_config(blocks=12, caching=False))
     request = side.submit(1, [1] * 40, max_tokens=3)
@@ -76,7 +76,7 @@ def test_who_was_put_off_gets_blocks_when_they_are_free_and_is_not_asked_again(e
     assert names(side.want(2, 40)) == []  # this message was in flight
 
 
-def test_who_was_put_off_is_answered_in_order_of_arrival() -> None:
+def test_postponed_transfers_are_answered_in_order_of_arrival() -> None:
     side = Side("decode", kv_config(blocks=12, caching=False))
     side.submit(1, [1] * 40)
     side.want(1, 40)
@@ -92,7 +92,7 @@ def test_who_was_put_off_is_answered_in_order_of_arrival() -> None:
     assert reserved_now(side) == [2, 4, 5]
 
 
-def test_who_was_put_off_finds_what_has_come_for_another() -> None:
+def test_a_postponed_transfer_reuses_blocks_of_another_transfer() -> None:
     """A postponed transfer finds blocks that another transfer has brought, and needs fewer blocks."""
     side = Side("decode", kv_config(blocks=16))
     first = side.submit(1, [1] * 36, max_tokens=20)
@@ -173,7 +173,7 @@ def test_the_time_of_a_transfer_counts_from_its_offer() -> None:
     assert [event.finish for event in side.scheduler.expire(1e3 + 10.0)] == ["evicted"]
 
 
-def test_the_end_of_an_attempt_is_not_told_of_the_next_one() -> None:
+def test_the_end_of_an_attempt_is_not_reported_for_the_next_attempt() -> None:
     side = Side("decode", kv_config())
     side.submit(1)
     side.submit(2)
@@ -200,7 +200,7 @@ def test_ended_transfers_are_remembered_for_longer_than_one_may_take() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_who_ran_when_ranks_were_lost_is_given_back_with_a_code_of_its_own(role: str) -> None:
+def test_sequences_that_ran_at_a_loss_are_returned_with_their_own_code(role: str) -> None:
     side = Side(role, kv_config(), max_num_seqs=1, long_prefill_token_threshold=4)
     first, second = side.submit(1), side.submit(2)
     if role == "decode":
@@ -220,7 +220,7 @@ def test_who_ran_when_ranks_were_lost_is_given_back_with_a_code_of_its_own(role:
             or request.error is None
             or (request.error.code != "group_lost")
         ), "the other group was not lost"
-    told = side.lose()
-    assert [(e.sequence, e.finish, e.error) for e in told] == (
+    output = side.lose()
+    assert [(e.sequence, e.finish, e.error) for e in output] == (
         [] if role == "prefill" else [(2, "evicted", None)]
     )

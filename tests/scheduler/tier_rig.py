@@ -94,7 +94,7 @@ class TierRig(Rig):
     def settle(self, most: int = 3000) -> None:
         """Run until no work and no command is left."""
         for _ in range(most):
-            self.hear(self.scheduler.expire(self.now))
+            self.collect(self.scheduler.expire(self.now))
             self.ask()
             if self.under_way:
                 self.serve()
@@ -116,8 +116,8 @@ class TierRig(Rig):
         self.in_flight.clear()
         self.runner = self.runner.anew()
         for event in events:
-            self.told[event.sequence].given_up = True
-        self.hear(events)
+            self.outputs[event.sequence].given_up = True
+        self.collect(events)
 
 
 def faulty(rng: random.Random, share: float) -> Callable[[CopyBlocks, Entry], BlockOutcome]:

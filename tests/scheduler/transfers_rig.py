@@ -121,14 +121,14 @@ class Engine:
         events = self.scheduler.add(request, self.world.now)
         if (parameters := request.transfer) is not None:
             self.feed(ev.Open(parameters.key, parameters.peer, parameters.seconds))
-        self.hear(events)
+        self.collect(events)
         if request.grammar is not None and not events:
             # The grammar may be compiled before or after the other side's part of the work.
             delay = self.lag * (1 + request.sequence % 3)
             self.world.later(delay, lambda: self._constrain(request.sequence, request.params.stop_ids))
 
     def _constrain(self, sequence: int, stop_ids: tuple[int, ...]) -> None:
-        self.hear(self.scheduler.constrain(sequence, Follower(), stop_ids))
+        self.collect(self.scheduler.constrain(sequence, Follower(), stop_ids))
         self.drain()
 
     def _mask(self) -> None:
@@ -142,14 +142,14 @@ class Engine:
                 assert one.constraint._matcher.tokens == list(one.tokens[one.num_prompt :])
 
     def finish(self, sequence: int) -> None:
-        self.hear(self.scheduler.finish(sequence))
+        self.collect(self.scheduler.finish(sequence))
         self.drain()
 
     # ---- steps
 
     def turn(self) -> None:
         """Run one iteration of an engine's loop. Some iterations plan without a commit."""
-        self.hear(self.scheduler.expire(self.world.now))
+        self.collect(self.scheduler.expire(self.world.now))
         self.drain()
         while len(self.in_flight) < self.depth and self.scheduler.has_work():
             plan = self.scheduler.plan(self.world.now)
@@ -163,7 +163,7 @@ class Engine:
             self.drain()
         if self.in_flight and self.world.rng.random() < 0.8:
             plan, result = self.in_flight.popleft()
-            self.hear(self.scheduler.commit(plan, result, self.world.now))
+            self.collect(self.scheduler.commit(plan, result, self.world.now))
             self.runner.committed(plan.step)
             self.drain()
         self._mask()
@@ -178,7 +178,7 @@ class Engine:
         self.runner.memory = memory
         self.runner.exports = []
         audit(self.scheduler)
-        self.hear(events)
+        self.collect(events)
         self.drain()
         self.feed(ev.RankGone(0))
         self.feed(ev.RankBack(0))
@@ -232,7 +232,7 @@ class Engine:
                     world.later(world.delay(), lambda key=key: self._stop(key))  # type: ignore[misc]
                 case ev.TellScheduler(event):
                     self.seen.add(type(event).__name__)
-                    self.hear(self.scheduler.transfer(event, world.now))
+                    self.collect(self.scheduler.transfer(event, world.now))
                     if isinstance(event, r.TransferReceived | r.TransferFreed):
                         self.promised.pop(event.key, None)
                 case ev.Revoke():
@@ -289,12 +289,12 @@ class Engine:
 
     # ---- what clients hear
 
-    def hear(self, events: list[TokenEvent]) -> None:
+    def collect(self, events: list[TokenEvent]) -> None:
         for event in events:
             assert event.sequence not in self.ended, "an event after the end"
             if event.finish is not None:
                 self.ended[event.sequence] = event.finish
-            self.world.hear(self, event)
+            self.world.collect(self, event)
 
 
 @dataclass
@@ -311,12 +311,12 @@ class Stream:
     """True if the decode group also computes the prompt."""
 
     @property
-    def told(self) -> list[int]:
+    def outputs(self) -> list[int]:
         first = len(self.request.emitted_ids) // 4
-        told = []
-        while first + len(told) in self.tokens:
-            told.append(self.tokens[first + len(told)])
-        return told
+        output = []
+        while first + len(output) in self.tokens:
+            output.append(self.tokens[first + len(output)])
+        return output
 
 
 class World:
@@ -421,7 +421,7 @@ class World:
             return
         engine = self.sender if target.name == "P" else self.receiver
         for _ in range(1 + (self.rng.random() < 0.1 * self.harm)):
-            self.later(self.delay(), lambda: engine.feed(ev.Heard(source, r.decode(data))))
+            self.later(self.delay(), lambda: engine.feed(ev.PeerMessage(source, r.decode(data))))
 
     # ---- ranks
 
@@ -502,7 +502,7 @@ class World:
             stream.finish, stream.aborted = "abort", True
             self._end(stream.sequence)
 
-    def hear(self, engine: Engine, event: TokenEvent) -> None:
+    def collect(self, engine: Engine, event: TokenEvent) -> None:
         stream = self.of[event.sequence]
         params = stream.request.params
         if stream.local:
@@ -546,7 +546,7 @@ class World:
         self._sequences += 1
         number = stream.sequence = self._sequences
         self.of[number] = stream
-        emitted = ids_from_bytes(stream.request.emitted_ids).tolist() + stream.told
+        emitted = ids_from_bytes(stream.request.emitted_ids).tolist() + stream.outputs
         sent = msgspec.structs.replace(stream.request, sequence=number, emitted_ids=ids_to_bytes(emitted))
         self.submits[number] = sent
         if stream.local:
@@ -573,9 +573,9 @@ class World:
         for stream in self.streams.values():
             tokens, finish = alone(stream.request, self.sender.kv.max_model_len)
             if stream.aborted:
-                assert stream.told == tokens[: len(stream.told)]
+                assert stream.outputs == tokens[: len(stream.outputs)]
                 continue
-            assert (stream.told, stream.finish) == (tokens, finish)
+            assert (stream.outputs, stream.finish) == (tokens, finish)
         for engine in (self.sender, self.receiver):
             here = [n for n, stream in self.of.items() if engine is self.receiver or not stream.local]
             assert sorted(engine.ended) == sorted(here), "a sequence had no end"

@@ -118,7 +118,7 @@ def test_the_scheduler_takes_the_floor_and_all_tokens_are_right(depth: int) -> N
     for number in range(1, 5):
         rig.submit(submit(number, [number] * 40, max_tokens=2))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     mixed = [plan for plan in rig.plans if plan.decode.rows and plan.prefill.rows]
     assert mixed
@@ -132,7 +132,7 @@ def test_a_target_that_everything_meets_changes_no_plan() -> None:
         for number in range(12):
             rig.submit(submit(number, [number] * (10 + number), max_tokens=5))
         rig.drain()
-        rig.check_told()
+        rig.check_outputs()
         plans.append([(p.prefill.count.tolist(), p.decode.start.tolist()) for p in rig.plans])
     assert plans[0] == plans[1]
 
@@ -153,7 +153,7 @@ def test_random_loads_under_random_targets(seed: int) -> None:
             if rig.plans:
                 rig.scheduler.observe(rig.plans[-1], rng.uniform(0.001, 0.02))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -162,7 +162,7 @@ def test_exclusive_steps_have_no_target() -> None:
         Rig(kv_config(), 1, step_policy="exclusive", itl_target_ms=5.0)
 
 
-def test_nobody_passes_by_one_that_did_not_fit() -> None:
+def test_no_row_passes_a_row_that_did_not_fit() -> None:
     decode, first, long, short = [500] * 8, (0, FLOOR_TOKENS), (10_000_000, 500), (0, 500)
     target = TRUTH.predict(shape([first, (0, 100)], decode))
     assert fill(policy(target), decode, [first, short]) == [first, (0, 100)]

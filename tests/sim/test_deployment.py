@@ -61,7 +61,7 @@ def test_every_request_ends_with_its_tokens_and_a_seed_says_when(groups: Groups)
 
 
 @pytest.mark.slow
-def test_who_decodes_computes_no_prompts_and_long_prompts_disturb_nobody() -> None:
+def test_decode_groups_compute_no_prompts_and_keep_their_itl() -> None:
     arrivals = load_of(rate=8.0)
     unified, _ = run(Groups(unified=2), arrivals)
     apart, deployment = run(Groups(prefill=1, decode=1), arrivals)
@@ -144,7 +144,7 @@ def test_streams_do_not_stand_still_for_images_that_others_encode() -> None:
     assert apart.itl.p99 < 0.05
 
 
-def test_what_is_encoded_does_not_wait_for_the_next_batch() -> None:
+def test_encoded_images_do_not_wait_for_the_next_batch() -> None:
     """Two images take 0.4 s. The first images of an idle group are encoded before their receiver has
     answered."""
     one, _ = see(Groups(encode=1, unified=1), rate=1.5)

@@ -155,7 +155,7 @@ def test_requests_beyond_the_context_are_refused_at_once() -> None:
         run([Arrival(0.0, 500, 20)])
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     heard: list[tuple[int, int, float]] = []
     kv, sections = kv_config(section(), 512), section()
     simulate(kv, sections, FLAT, varied(1), progress=lambda *told: heard.append(told))
@@ -164,7 +164,7 @@ def test_progress_is_told() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_what_a_step_takes_reaches_the_scheduler_once(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scheduler_observes_each_step_time_once(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At both depths the observed seconds of all steps add up to the device's."""
     sections = section(steps_in_flight=depth, itl_target_ms=50.0)
     simulation = Simulation(kv_config(sections, 512), sections, TRUTH, varied(2))

@@ -71,7 +71,7 @@ def test_each_part_changes_the_namespace(config: EngineConfig, monkeypatch: pyte
     assert facts_of(config, "w", NUMERICS).keys() <= found.keys() | {"numerics"}
 
 
-def test_what_does_not_decide_the_bits_keeps_the_namespace(config: EngineConfig) -> None:
+def test_settings_without_effect_on_bits_keep_the_namespace(config: EngineConfig) -> None:
     one = kv_namespace(config, "w", NUMERICS)
     for settings in ({"max_num_seqs": 3}, {"kv_cache_memory": "32M"}, {"served_model_name": ("other",)}):
         assert kv_namespace(resolved(config.model_path, **settings), "w", NUMERICS) == one, settings

@@ -27,6 +27,7 @@ from weft.control.fleet.fleet import Fleet
 from weft.control.fleet.instance_table import Patience
 from weft.engine.core import EngineCore
 from weft.engine.server.replicas import summed
+from weft.scheduler.sequence import Running
 from weft.types import messages as m
 from weft.types.transfer import Peer
 
@@ -83,7 +84,7 @@ class FleetEngine:
     def has_work(self) -> bool:
         return bool(self.fleet.entries or self._events)
 
-    def hear(self) -> list[m.TokenEvent]:
+    def poll(self) -> list[m.TokenEvent]:
         return []
 
     def sleep(self, seconds: float) -> None: ...
@@ -118,7 +119,7 @@ class FleetEngine:
         for name, engine in list(self.engines.items()):
             core = engine.core
             core.check()
-            self._say(name, engine.protocol.events(core.hear()))
+            self._say(name, engine.protocol.events(core.poll()))
             if self.engines[name] is engine and core.has_work():
                 worked = True
                 self._say(name, engine.protocol.events(core.step(), core.scheduler.steps))
@@ -137,6 +138,21 @@ class FleetEngine:
                 assert stats.kv_usage == 0.0
             else:
                 assert stats.free_blocks == engine.free
+
+    def return_to_router(self) -> bool:
+        """Make the decode group return a running sequence. Return False if no sequence runs."""
+        (core,) = self.cores("decode")
+        state = core.scheduler._state
+        for one in [one for one in state.running if not one.protected]:
+            assert isinstance(one.state, Running)
+            state.preempt(one, one.state)
+            return True
+        return False
+
+    def lose_decode(self) -> bool:
+        """Lose the process of the first decode group. Return True."""
+        self.lose("decode0")
+        return True
 
     def lose(self, name: str) -> None:
         """Kill a group and start its replacement. Other groups see the end of a process."""

@@ -71,8 +71,8 @@ def submit(sequence: int = 7, sends: bool | None = None, **more: Any) -> m.Submi
     )
 
 
-def told(spans: RequestSpans, *ids: int, finish: str | None = None, sequence: int = 7) -> None:
-    spans.told([m.TokenEvent(sequence=sequence, token_ids=ids, finish=finish)])
+def record(spans: RequestSpans, *ids: int, finish: str | None = None, sequence: int = 7) -> None:
+    spans.record([m.TokenEvent(sequence=sequence, token_ids=ids, finish=finish)])
 
 
 def stages(rig: Rig) -> list[tuple[str, float]]:
@@ -84,13 +84,13 @@ def test_a_group_that_does_all(rig: Rig) -> None:
     spans.submitted(submit(), rig.now)
     spans.admitted([7, 8], 101.0)
     rig.now = 103.0
-    told(spans, 5)
+    record(spans, 5)
     rig.now = 104.0
-    told(spans, 6)
+    record(spans, 6)
     spans.admitted([7], 105.0)  # after a preemption
     rig.now = 110.0
-    told(spans, 6, finish="length")
-    told(spans, 6)  # late
+    record(spans, 6, finish="length")
+    record(spans, 6)  # late
     queue, prefill, decode = rig.spans()
     assert [round(s.seconds, 3) for s in (queue, prefill, decode)] == [1.0, 2.0, 7.0]
     assert [name for name, _ in decode.events] == ["first decoded token", "admitted again"]
@@ -105,7 +105,7 @@ def test_a_sender_and_its_transfer(rig: Rig) -> None:
     spans.submitted(submit(sends=True), rig.now)
     spans.admitted([7], 101.0)
     rig.now = 103.0
-    told(spans, 5, finish="moved")
+    record(spans, 5, finish="moved")
     tally = TransferTally(sends=True)
     tally.ended = spans.transfer_ended
     notes = TransferNotes(Peer(name="ipc:///other", incarnation=2), nbytes=99)
@@ -124,7 +124,7 @@ def test_a_receiver_whose_transfer_fails(rig: Rig) -> None:
     tally.ended = spans.transfer_ended
     tally.failed(KEY, TransferNotes(Peer(name="x", incarnation=2)), EngineDead("gone").info(), 102.0, "here")
     rig.now = 102.0
-    told(spans, finish="evicted")
+    record(spans, finish="evicted")
     assert {(s.name, s.error, s.attributes.get("weft.finish")) for s in rig.spans()} == {
         ("receive", EngineDead.code, None),
         ("await", None, "evicted"),
@@ -159,10 +159,10 @@ def test_a_sequence_whose_images_come_from_elsewhere(rig: Rig) -> None:
     received(spans, 0, 103.5)  # again
     spans.admitted([7], 104.0)
     rig.now = 105.0
-    told(spans, 5, finish="length")
+    record(spans, 5, finish="length")
     spans.submitted(submit(8, media=pictures(1, sends=False)), rig.now)
     rig.now = 106.0
-    told(spans, finish="evicted", sequence=8)
+    record(spans, finish="evicted", sequence=8)
     received(spans, 0, 107.0)  # too late
     found = rig.spans()
     assert sorted((span.name, round(span.seconds, 3)) for span in found) == [
@@ -183,7 +183,7 @@ def test_a_group_that_encodes(rig: Rig) -> None:
     spans.admitted([7], 101.0)
     received(spans, 0, 103.0)
     rig.now = 103.0
-    told(spans, finish="moved")
+    record(spans, finish="moved")
     assert stages(rig) == [("queue", 1.0), ("send image", 3.0), ("encode", 2.0)]
 
 
@@ -191,7 +191,7 @@ def test_what_is_not_traced_leaves_nothing(rig: Rig) -> None:
     spans = RequestSpans(rig.writer, rig.time)
     for trace in ("", "nonsense"):
         spans.submitted(submit(trace=trace), rig.now)
-        told(spans, 5, finish="stop")
+        record(spans, 5, finish="stop")
     spans.submitted(submit(), rig.now)
     spans.close()
     assert [(span.name, span.error) for span in rig.spans()] == [("queue", "the engine ended")]
@@ -207,10 +207,10 @@ def test_places_of_a_sequence_in_a_front(rig: Rig) -> None:
         sent = places.sent(name, submit(sends=sends, trace=""))
         assert isinstance(sent, m.Submit)
         contexts.append(parse_traceparent(sent.trace))
-    places.heard(_said("prefill0", token_ids=(5,), finish="moved"))
+    places.record(_said("prefill0", token_ids=(5,), finish="moved"))
     places.lost("decode0")
     places.sent("other", submit(trace="", attempt=1))
-    places.heard(_said("other", finish="stop"))  # of an ended attempt
+    places.record(_said("other", finish="stop"))  # of an ended attempt
     places.closed(7)
     places.closed(7)
     assert places.sent("other", plain) is plain  # not traced any more

@@ -109,7 +109,7 @@ class EngineThread:
         try:
             while self._obey():
                 self._rounds += 1
-                for event in self._core.hear():
+                for event in self._core.poll():
                     self._deliver(event)
                 if self._core.has_work():
                     for event in self._core.step():

@@ -391,7 +391,7 @@ class _Run:
         the call, and InvalidRequest if the engine refuses a request."""
         while self._waiting or self._live:
             self._submit()
-            for event in (*self._core.hear(), *self._core.step()):
+            for event in (*self._core.poll(), *self._core.step()):
                 self._take(event)
             if not self._live or self._core.has_work():
                 continue

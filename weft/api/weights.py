@@ -100,7 +100,7 @@ class Weights:
 def _turn(core: EngineCore) -> None:
     """Handle frames of the ranks, and let a recovery go on."""
     core.check()
-    core.hear()
+    core.poll()
     if core.recovering:
         core.step()
 

@@ -15,7 +15,7 @@ from weft.bench.records import RequestRecord, read_stream
 from weft.bench.schedule import Planned
 from weft.bench.workloads import random_ids, safe_range
 from weft.common.client_tls import client_options, key_headers
-from weft.common.errors import ConfigError, WeftError
+from weft.common.errors import WeftError
 
 Endpoint = Literal["completions", "chat"]
 PromptKind = Literal["ids", "text"]
@@ -64,15 +64,6 @@ class ServerTarget:
         else:
             body["prompt"] = prompt
         return json.dumps({**body, **self.extra}).encode()
-
-
-def base_url(text: str) -> str:
-    """Return the URL with the ending ``/v1``. Raise ConfigError for a URL that is not http or https."""
-    if not text.startswith(("http://", "https://")):
-        raise ConfigError(
-            "--base-url must start with http:// or https://, e.g. http://127.0.0.1:8000", param="--base-url"
-        )
-    return text.rstrip("/").removesuffix("/v1") + "/v1"
 
 
 def http_client(

@@ -48,22 +48,6 @@ def plot_serving(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130, format="png")
 
 
-def plot_stages(found: dict[str, dict[str, float]], stages: Sequence[str], title: str, path: Path) -> None:
-    """Write one stacked bar per entry of ``found`` (name -> seconds of each stage) as PNG to ``path``."""
-    figure, (panel,) = _figure(8, 0.9 + 0.55 * len(found), 1)
-    names = list(found)[::-1]
-    begin = [0.0] * len(names)
-    for stage in stages:
-        widths = [1e3 * found[name][stage] for name in names]
-        panel.barh(names, widths, left=begin, label=stage)
-        begin = [a + b for a, b in zip(begin, widths, strict=True)]
-    panel.set_xlabel("ms")
-    panel.grid(False, axis="y")
-    panel.legend(fontsize=8, ncols=len(stages), loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=130, format="png")
-
-
 def plot_ratios(
     found: dict[str, list[tuple[str, str, float, float, float]]], titles: dict[str, str], path: Path
 ) -> None:

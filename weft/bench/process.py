@@ -179,11 +179,6 @@ class ServerProcess:
         self._measure()
         return self._peak.pss or self._peak.rss
 
-    def peak_rss(self) -> int:
-        """Return the largest sum of resident set sizes in bytes. Shared pages count once per process."""
-        self._measure()
-        return self._peak.rss
-
     def _poll(self) -> None:
         while not self._ending.wait(_POLL_SECONDS):
             self._measure()

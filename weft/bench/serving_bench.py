@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 import httpx
 
-from weft.bench.client import Endpoint, ServerTarget, base_url, http_client, prepare
+from weft.bench.client import Endpoint, ServerTarget, http_client, prepare
 from weft.bench.load import Limits, LoadRun, run_load
 from weft.bench.report import make_report
 from weft.bench.schedule import LengthRange, Planned, random_plan
 from weft.bench.workloads import Workload, prompts
+from weft.common.client_tls import versioned_url
 from weft.common.errors import WeftError
 
 METRICS_S = 10.0
@@ -91,7 +92,7 @@ async def measure_async(asked: RunSettings, title: str = "requests") -> dict[str
 
     Raise WeftError if the server can't be queried or the warm-up fails.
     """
-    base = base_url(asked.url)
+    base = versioned_url(asked.url, "--base-url")
     connections = None if asked.limits.concurrency is None else asked.limits.concurrency
     async with http_client(base, asked.key, connections, keep_alive=asked.keep_alive) as client:
         timeout = asked.limits.request_timeout

@@ -93,6 +93,11 @@ def required_key(given: str | None) -> str:
     return key
 
 
+admin_key_option = click.option(
+    "--admin-key", help="Admin key of the server. Default: the environment variable WEFT_ADMIN_KEY."
+)
+
+
 def _server(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that find the server. The command gets ``server``."""
 
@@ -100,16 +105,13 @@ def _server(command: Callable[..., Any]) -> Callable[..., Any]:
     def run(url: str, admin_key: str | None, model: str | None, **given: Any) -> Any:
         return command(server=Server(url, admin_key, model), **given)
 
-    key = click.option(
-        "--admin-key", help="Admin key of the server. Default: the environment variable WEFT_ADMIN_KEY."
-    )
     address = click.option(
         "--url", default="http://127.0.0.1:8000", show_default=True, help="URL of the server."
     )
     model = click.option(
         "--model", help="First name of the model of the groups, in a server of several models."
     )
-    return address(key(model(client_cert_option(run))))
+    return address(admin_key_option(model(client_cert_option(run))))
 
 
 _wait = click.option(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import click
 
 from weft.cli.client_cert import client_cert, client_cert_option
-from weft.common.client_tls import check_url, client_options, key_headers
+from weft.common.client_tls import check_url, client_options, key_headers, versioned_url
 from weft.common.errors import ConfigError
 from weft.config.flags import SETTINGS
 
@@ -169,9 +169,7 @@ class _Client:
     """Connection to the server."""
 
     def __init__(self, url: str, key: str) -> None:
-        base = url.rstrip("/")
-        if not base.startswith(("http://", "https://")):
-            raise ConfigError("--url must start with http:// or https://, e.g. http://127.0.0.1:8000")
+        base = versioned_url(url)
         check_url(base)
         self._base = base.removesuffix("/v1")
         self._headers = key_headers(key)

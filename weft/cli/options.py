@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 
@@ -21,6 +21,7 @@ else:
     _ParamType = click.ParamType
 
 F = TypeVar("F", bound=Callable[..., Any])
+Decorator: TypeAlias = Callable[[F], F]
 
 ENGINE = ("model", "cache", "scheduler", "speculation", "grammar", "runner", "parallel")
 """Sections of a command without a server."""
@@ -103,6 +104,18 @@ def _option(setting: Setting) -> SettingOption:
     return SettingOption(
         [*short, setting.flag], type=SettingType(setting), multiple=setting.many, default=None, help=text
     )
+
+
+def joined(*decorators: Decorator[Any]) -> Decorator[Any]:
+    """Return a decorator that adds options to a command, in the given order of the help."""
+
+    def add(function: F) -> F:
+        # Decorators apply from the last to the first.
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return add
 
 
 def settings(sections: Iterable[str], also: Iterable[str] = (), *, file: bool = True) -> Callable[[F], F]:

@@ -7,7 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import click
+
+from weft.cli.options import Decorator
 from weft.common.errors import ConfigError
+
+
+def json_option(about: str = "Write the result to this file.") -> Decorator:
+    """Return ``--json`` with the help text ``about``. The command gets ``json_file``."""
+    return click.option("--json", "json_file", type=click.Path(dir_okay=False), help=about)
 
 
 def check_result_file(file: str | None, flag: str = "--json") -> None:

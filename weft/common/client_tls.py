@@ -49,6 +49,16 @@ def check_url(url: str) -> None:
         raise ConfigError(f"{url[:200]} is no URL: give a URL such as http://127.0.0.1:8000", param="--url")
 
 
+def versioned_url(url: str, flag: str = "--url") -> str:
+    """Return ``url`` with the ending ``/v1``. Raise ConfigError that names ``flag`` unless the scheme is http
+    or https."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{flag} must start with http:// or https://, e.g. http://127.0.0.1:8000", param=flag
+        )
+    return url.rstrip("/").removesuffix("/v1") + "/v1"
+
+
 def is_local(url: str) -> bool:
     """Return True if the host of ``url`` is a loopback host."""
     return urlsplit(url).hostname in LOCAL_HOSTS

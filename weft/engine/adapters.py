@@ -196,11 +196,11 @@ class EngineAdapters:
 
     def take(self, scheduler: object) -> list[TokenEvent]:
         """Return the events of sequences ended by ``lost``."""
-        self._bell.hear()
+        self._bell.clear()
         events, self._events = self._events, []
         return events
 
-    def asked(self, scheduler: object) -> list[TokenEvent]:
+    def serve(self, scheduler: object) -> list[TokenEvent]:
         """Return no events: the scheduler requests nothing."""
         return []
 

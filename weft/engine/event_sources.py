@@ -30,11 +30,11 @@ class AwaitedSource(Protocol):
     def take(self, scheduler: StepScheduler) -> list[TokenEvent]:
         """Pass new input to the scheduler. Return the events. Does not block."""
 
-    def asked(self, scheduler: StepScheduler) -> list[TokenEvent]:
+    def serve(self, scheduler: StepScheduler) -> list[TokenEvent]:
         """Execute the scheduler's requests and return the events. Does not block; cheap when there are no
         requests.
 
-        The engine calls ``asked`` after each input to the scheduler, and after each launch or commit of a
+        The engine calls ``serve`` after each input to the scheduler, and after each launch or commit of a
         step.
         """
 
@@ -63,9 +63,9 @@ class EmbeddingSource:
         """See ``EngineTransfers.take``."""
         return self._transfers.take(_part(scheduler))
 
-    def asked(self, scheduler: MediaScheduler) -> list[TokenEvent]:
-        """See ``EngineTransfers.asked``."""
-        return self._transfers.asked(_part(scheduler))
+    def serve(self, scheduler: MediaScheduler) -> list[TokenEvent]:
+        """See ``EngineTransfers.serve``."""
+        return self._transfers.serve(_part(scheduler))
 
 
 def _part(scheduler: MediaScheduler) -> TransferScheduler:
@@ -88,10 +88,10 @@ class StepEnds:
 
     def take(self, scheduler: StepScheduler) -> list[TokenEvent]:
         """Reset the wake-up socket. The engine checks the steps, so there are no events."""
-        self._bell.hear()
+        self._bell.clear()
         return []
 
-    def asked(self, scheduler: StepScheduler) -> list[TokenEvent]:
+    def serve(self, scheduler: StepScheduler) -> list[TokenEvent]:
         """Return no events: the scheduler requests nothing from a wake-up socket."""
         return []
 

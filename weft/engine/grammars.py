@@ -106,7 +106,7 @@ class GrammarSource:
             return []
         return [event for sequence in list(self._pending) for event in self._settle(sequence, scheduler)]
 
-    def asked(self, scheduler: StepScheduler) -> list[TokenEvent]:
+    def serve(self, scheduler: StepScheduler) -> list[TokenEvent]:
         """Return no events: the Submit carries the grammar, so the scheduler requests nothing."""
         return []
 

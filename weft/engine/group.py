@@ -430,7 +430,7 @@ class GroupExecutor:
             # Peek, and pop after the event is fed: an interrupt must not lose the frame.
             peer, data = self._inbox[0]
             try:
-                event: t.Event = t.FrameReceived(peer, self._pixels.heard(f.decode_to_engine(data)))
+                event: t.Event = t.FrameReceived(peer, self._pixels.check(f.decode_to_engine(data)))
             except f.FrameError as error:
                 event = t.Garbled(peer, error)
             self._feed(event)
@@ -488,15 +488,15 @@ class GroupExecutor:
         """Give a rank's report to the transfers, the KV tier, or the weights."""
         if isinstance(frame, WeightsReport):
             if self.weights is not None:
-                self.weights.heard(frame)
+                self.weights.report(frame)
             return
         if isinstance(frame, BlocksCopied):
             if self.tier is not None:
-                self.tier.heard(frame)
+                self.tier.report(frame)
             return
         transfers = self.transfers if frame.cache == "kv" else self.embeddings
         if transfers is not None:
-            transfers.heard(frame)
+            transfers.report(frame)
 
     def _abort(self) -> None:
         self._links.mesh.abort()

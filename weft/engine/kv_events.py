@@ -287,7 +287,7 @@ class KVEventPublisher:
         try:
             while not self._closing:
                 poller.poll(RETRY_MS if self._unbound else None)
-                self._bell.hear()
+                self._bell.clear()
                 self._bind_again()
                 self._send_all()
                 self._answer_replay()
@@ -354,7 +354,7 @@ class KVEventSource:
         """Return no events: routers send nothing to the scheduler."""
         return []
 
-    def asked(self, scheduler: StepScheduler) -> list[TokenEvent]:
+    def serve(self, scheduler: StepScheduler) -> list[TokenEvent]:
         """Publish the changes since the last call. Return no events."""
         if changes := self._events.take():
             self._publisher.publish(changes)

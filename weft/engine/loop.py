@@ -158,7 +158,7 @@ class EngineLoop(Generic[H]):
             events = events or self.grammars.open(submit, self.scheduler)
         self._stages.submitted(submit, now)
         self._open(submit)
-        return self._told(events) + self._asked()
+        return self._recorded(events) + self._serve_requests()
 
     def _open(self, submit: Submit) -> None:
         """Open the transfers of an accepted sequence."""
@@ -172,32 +172,32 @@ class EngineLoop(Generic[H]):
     def finish(self, sequence: int) -> list[TokenEvent]:
         """End a sequence in any state and return its events. Idempotent; unknown ids are ignored.
 
-        Consequences for transfers and for other sequences follow with the next ``hear``, because some callers
+        Consequences for transfers and for other sequences follow with the next ``poll``, because some callers
         handle the events of one sequence only.
         """
         if self.grammars is not None:
             self.grammars.forget(sequence)
         self._stages.forget(sequence)
-        return self._told(self.scheduler.finish(sequence))
+        return self._recorded(self.scheduler.finish(sequence))
 
-    def _told(self, events: list[TokenEvent]) -> list[TokenEvent]:
+    def _recorded(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """Record ``events`` in the stage times and return ``events`` unchanged. Every event leaves the engine
         here.
         """
-        self._stages.told(events)
+        self._stages.record(events)
         return events
 
-    def _asked(self) -> list[TokenEvent]:
+    def _serve_requests(self) -> list[TokenEvent]:
         """Let every source carry out the scheduler's requests. Return the events of the sources."""
-        return self._told([event for source in self.sources for event in source.asked(self.scheduler)])
+        return self._recorded([event for source in self.sources for event in source.serve(self.scheduler)])
 
-    def hear(self) -> list[TokenEvent]:
+    def poll(self) -> list[TokenEvent]:
         """Handle new input of the sources and end sequences blocked past the time limit. Return the events.
         Does not block.
         """
         events = [event for source in self.sources for event in source.take(self.scheduler)]
         events += self.scheduler.expire(self._clock.now())
-        return self._told(events) + self._asked()
+        return self._recorded(events) + self._serve_requests()
 
     @property
     def blocked(self) -> bool:
@@ -275,7 +275,7 @@ class EngineLoop(Generic[H]):
     def _recover(self, lost_at: float) -> list[TokenEvent]:
         """Return running sequences to the queue once the group runs again. Return the events."""
         if not self.runner.recovered(RECOVERY_POLL):
-            return self._asked()
+            return self._serve_requests()
         took = self._clock.now() - lost_at
         self._lost_at = None
         # `requeued` counts the sequences given up, too; the log line shows the two numbers apart.
@@ -290,7 +290,7 @@ class EngineLoop(Generic[H]):
         )
         for transfers in self.all_transfers:
             transfers.regain()
-        return self._told(given_up) + self._asked()
+        return self._recorded(given_up) + self._serve_requests()
 
     # ---- one step
 
@@ -319,7 +319,7 @@ class EngineLoop(Generic[H]):
                 raise EngineDead("a step was planned and never launched")
         except GroupLost as lost:  # `events` keeps the commits from before the loss
             self._lose(lost)
-            events += self._asked()
+            events += self._serve_requests()
         return events
 
     def launch(self, events: list[TokenEvent]) -> bool:
@@ -339,7 +339,7 @@ class EngineLoop(Generic[H]):
         if plan is not None:
             self._launch(plan, began)
         self._launching = False
-        events += self._asked()
+        events += self._serve_requests()
         return plan is not None
 
     def due(self, launched: bool) -> bool:
@@ -415,10 +415,10 @@ class EngineLoop(Generic[H]):
         now = self._clock.now()
         seconds = now - max(step.began, self._completed)
         self._completed = now
-        events += self._told(self.scheduler.commit(step.handle.plan, result, now))
+        events += self._recorded(self.scheduler.commit(step.handle.plan, result, now))
         self._learn(step.handle, seconds)
         self._mask()
-        events += self._asked()
+        events += self._serve_requests()
 
     def _learn(self, handle: H, seconds: float) -> None:
         """Let the scheduler learn from the ``seconds`` of a committed step."""

@@ -110,7 +110,7 @@ class RequestSpans:
             else:
                 traced.span.mark("admitted again", now)
 
-    def told(self, events: list[TokenEvent]) -> None:
+    def record(self, events: list[TokenEvent]) -> None:
         """Advance or close the spans of sequences according to ``events``."""
         if not events or not self._live:
             return
@@ -118,9 +118,9 @@ class RequestSpans:
         for event in events:
             traced = self._live.get(event.sequence)
             if traced is not None:
-                self._told(traced, event, now)
+                self._advance(traced, event, now)
 
-    def _told(self, traced: _Traced, event: TokenEvent, now: float) -> None:
+    def _advance(self, traced: _Traced, event: TokenEvent, now: float) -> None:
         """Advance the span of one sequence: blocked -> queue -> prefill -> decode.
 
         At a finish, write and forget the span.

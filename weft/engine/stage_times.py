@@ -60,12 +60,12 @@ class StageTimes:
                 self.queue = self.queue.add(SECONDS, now - arrived)
                 self._prefilling[sequence] = now
 
-    def told(self, events: list[TokenEvent]) -> None:
+    def record(self, events: list[TokenEvent]) -> None:
         """Record ``events``, which leave the engine: first tokens add to ``prefill``, finishes drop the open
         times.
         """
         if self._spans is not None:
-            self._spans.told(events)
+            self._spans.record(events)
         # Called for every step: cheap without open times.
         if not (events and (self._prefilling or self._queued)):
             return

@@ -25,7 +25,7 @@ class Liveness:
         """
         self._heard, self._loading = dict.fromkeys(ranks, now), dict.fromkeys(loading)
 
-    def heard(self, rank: int, now: float, new: bool = False) -> None:
+    def heartbeat(self, rank: int, now: float, new: bool = False) -> None:
         """Record a heartbeat of ``rank``. Ignored unless expected.
 
         ``new``: the rank has not been in any epoch. Only such a heartbeat counts for a ``loading`` rank.

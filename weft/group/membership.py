@@ -237,7 +237,7 @@ class Membership:
         if isinstance(frame, f.RankHeartbeat):
             # Another incarnation: the rank still reports to an earlier engine process.
             if frame.incarnation == self._roster.welcome.incarnation:
-                self._liveness.heard(frame.rank, self._now, new=frame.epoch < 0)
+                self._liveness.heartbeat(frame.rank, self._now, new=frame.epoch < 0)
             return
         member = self._roster.of(peer, frame.rank)
         if member is None:

@@ -116,6 +116,6 @@ class AgreementGroup:
         self._early = []
         for epoch, wave in [*early, *self._wakeups.received()]:
             if epoch == self._epoch:
-                self._waves.heard(wave)
+                self._waves.wake(wave)
             elif epoch > self._epoch:
                 self._early.append((epoch, wave))

@@ -112,8 +112,8 @@ def meet(store: Any, rank: int, size: int, timeout: float, slot: int = SLOT) -> 
                 lambda: os.memfd_create("weft-collectives", os.MFD_CLOEXEC), rank, places, timeout, slot
             )
             store.set("segment", str(fd if ring is not None else -1))
-        elif (there := int(_told(store, "segment", timeout))) >= 0:
-            path = f"/proc/{places[0].pid}/fd/{there}"
+        elif (segment := int(_wait_for(store, "segment", timeout))) >= 0:
+            path = f"/proc/{places[0].pid}/fd/{segment}"
             fd, ring = _map(lambda: os.open(path, os.O_RDWR | os.O_CLOEXEC), rank, places, timeout, slot)
         # One failure to map makes all ranks use gloo.
         mapped = all_agree(store, "mapped", rank, size, ring is not None, timeout)
@@ -143,16 +143,16 @@ def _map(
 def all_publish(store: Any, what: str, rank: int, size: int, mine: Any, timeout: float) -> list[bytes]:
     """Publish ``mine`` under the name ``what``, and return the encoded values of all ranks, in order."""
     store.set(f"{what}{rank}", msgspec.msgpack.encode(mine))
-    return [_told(store, f"{what}{other}", timeout) for other in range(size)]
+    return [_wait_for(store, f"{what}{other}", timeout) for other in range(size)]
 
 
 def all_agree(store: Any, what: str, rank: int, size: int, good: bool, timeout: float) -> bool:
     """Publish ``good`` under the name ``what``. Return True if ``good`` is True on all ranks."""
-    said = all_publish(store, what, rank, size, good, timeout)
-    return all(msgspec.msgpack.decode(data, type=bool) for data in said)
+    votes = all_publish(store, what, rank, size, good, timeout)
+    return all(msgspec.msgpack.decode(data, type=bool) for data in votes)
 
 
-def _told(store: Any, key: str, timeout: float) -> bytes:
+def _wait_for(store: Any, key: str, timeout: float) -> bytes:
     """Block until ``key`` is in the store and return the value. Raise CommLost after ``timeout`` seconds."""
     try:
         store.wait([key], timedelta(seconds=timeout))

@@ -12,7 +12,7 @@ class WakeupDescriptor:
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Readable from ``ring`` until ``hear``. -1 after ``close``."""
+        """Readable from ``ring`` until ``clear``. -1 after ``close``."""
         self._close = weakref.finalize(self, os.close, self.descriptor)
         """Closes the descriptor once: in ``close``, or when nobody uses this object any more."""
 
@@ -21,7 +21,7 @@ class WakeupDescriptor:
         with contextlib.suppress(OSError, ValueError):  # the counter is full, or closed
             os.eventfd_write(self.descriptor, 1)
 
-    def hear(self) -> None:
+    def clear(self) -> None:
         """Reset the descriptor to not readable. Does not block."""
         with contextlib.suppress(OSError, ValueError):  # nobody rang, or closed
             os.eventfd_read(self.descriptor)

@@ -148,7 +148,7 @@ class Waves:
         self.awake = True
         return self.wave
 
-    def heard(self, wave: int) -> None:
+    def wake(self, wave: int) -> None:
         """Handle a wake-up for ``wave`` from another replica. Raises EngineDead for an impossible number."""
         if wave > self.wave + 1:
             raise EngineDead(f"wave {wave} was called for during wave {self.wave}")

@@ -170,14 +170,14 @@ class AgentSimulation(Simulation):
             session=str(arrival.session),
         )
 
-    def _hear(self, events: list[TokenEvent]) -> None:
+    def _record(self, events: list[TokenEvent]) -> None:
         """Record cache hits and outputs of sessions, then the times of tokens."""
         for event in events:
             turn = self.streams[event.sequence].arrival
             self._cached.setdefault(event.sequence, event.num_cached)
             if isinstance(turn, Turn) and turn.session >= 0:
                 self._sessions[turn.session].said += event.token_ids
-        super()._hear(events)
+        super()._record(events)
 
     def _end(self, arrival: Arrival) -> None:
         """Count the end of a request and, for a session, schedule the next turn after a random pause."""

@@ -59,9 +59,9 @@ class _Process(Group):
         if self.alive:
             super().receive(message)
 
-    def heard(self, events: list[m.TokenEvent]) -> None:
+    def deliver(self, events: list[m.TokenEvent]) -> None:
         if self.alive:
-            super().heard(events)
+            super().deliver(events)
 
     def _step_ended(self) -> None:
         if self.alive:

@@ -170,7 +170,7 @@ class Group(EngineLoop[FakeStep]):
 
     # ---- the loop of the group
 
-    def heard(self, events: list[m.TokenEvent]) -> None:
+    def deliver(self, events: list[m.TokenEvent]) -> None:
         """Deliver ``events``, which the scheduler returned for a transfer, and continue the loop."""
         self._deployment.tell(self, self.protocol.events(events))
         self.turn()
@@ -182,7 +182,7 @@ class Group(EngineLoop[FakeStep]):
 
     def turn(self) -> None:
         """Launch steps as far as the number of steps in flight allows."""
-        events = self.hear()
+        events = self.poll()
         while self.launch(events):
             pass
         self._deployment.tell(self, self.protocol.events(events))
@@ -203,7 +203,7 @@ class Group(EngineLoop[FakeStep]):
         self._deployment.tell(self, self.protocol.events(events, self.steps))
         self.turn()
 
-    def _asked(self) -> list[m.TokenEvent]:
+    def _serve_requests(self) -> list[m.TokenEvent]:
         self._deployment.serve(self)
         return []
 

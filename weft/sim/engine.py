@@ -156,12 +156,12 @@ class Simulation:
         """Submit arrivals and run one step, or move the clock to the next arrival or report of the disk."""
         self._take_arrivals(self.clock.now())
         if self._loop.has_work():
-            self._hear(self._loop.step())
+            self._record(self._loop.step())
             return
         events: list[TokenEvent] = []
         next_at = self._arrivals[0].at if self._arrivals else float("inf")
         if self._loop.wait_for_store(next_at, events):
-            self._hear(events)
+            self._record(events)
         elif self._arrivals:
             self.clock.advance_to(next_at)
 
@@ -218,7 +218,7 @@ class Simulation:
                 self.refused += 1
             return
         self.streams.append(Stream(arrival))
-        self._hear(events)
+        self._record(events)
 
     def _submit_of(self, number: int, arrival: Arrival) -> Submit:
         """Return the Submit of sequence ``number``. Call once per sequence: the call draws the random
@@ -232,7 +232,7 @@ class Simulation:
             priority=-1 if arrival.background else 0,
         )
 
-    def _hear(self, events: list[TokenEvent]) -> None:
+    def _record(self, events: list[TokenEvent]) -> None:
         """Record the times of tokens and the ends of sequences."""
         now = self.clock.now()
         for event in events:

@@ -104,7 +104,7 @@ class SimulatedStore:
             self.loads.on(StoreState(state), self._clock.now())
         return []
 
-    def asked(self, scheduler: object) -> list[TokenEvent]:
+    def serve(self, scheduler: object) -> list[TokenEvent]:
         """Queue the commands of the scheduler. Return no events."""
         for command in self.loads.requests(self._clock.now()):
             (self._loads if command.load else self._stores).append(command)
@@ -174,5 +174,5 @@ class StoreLoop(EngineLoop[FakeStep]):
             return False
         assert isinstance(self._clock, VirtualClock)
         self._clock.advance_to(at)
-        events += self.hear()
+        events += self.poll()
         return True

@@ -42,7 +42,7 @@ class Receives(Protocol):
     def part(self, cache: Cache) -> SchedulerPart | None:
         """Return the scheduler's interface for transfers of ``cache``; None without transfers."""
 
-    def heard(self, events: list[TokenEvent]) -> None:
+    def deliver(self, events: list[TokenEvent]) -> None:
         """Deliver ``events``, which the scheduler returned for a transfer."""
 
 
@@ -127,7 +127,7 @@ class SimulatedTransfers:
                 self._offer(transfer, key)
             case r.ReserveTransfer(key, start):
                 transfer.bound, transfer.start = True, start
-                self._said(transfer.sender, r.TransferBound(key, start))
+                self._report(transfer.sender, r.TransferBound(key, start))
                 # Chunks computed before the receiver had blocks leave now, in order.
                 for first, end in transfer.waiting:
                     self._leave(transfer, first, end)
@@ -144,7 +144,7 @@ class SimulatedTransfers:
     def _offer(self, transfer: _SimulatedTransfer, key: r.TransferKey) -> None:
         if transfer.receiver is not None and key in self._open:
             offer = r.Admitted(key=key, num_prompt=transfer.length, dims=self._dims)
-            self._said(transfer.receiver, r.TransferWanted(key, offer))
+            self._report(transfer.receiver, r.TransferWanted(key, offer))
 
     def send(self, key: r.TransferKey, start: int, end: int) -> None:
         """Send positions ``start`` .. end - 1, which are computed now.
@@ -189,7 +189,7 @@ class SimulatedTransfers:
         self._happened(
             transfer.receiver, r.TransferReceived(key, () if transfer.first is None else (transfer.first,))
         )
-        self._said(transfer.sender, r.TransferReceived(key))
+        self._report(transfer.sender, r.TransferReceived(key))
 
     def _fail(self, transfer: _SimulatedTransfer, key: r.TransferKey, error: ErrorInfo | None) -> None:
         """End a failed transfer. Without ``error`` the sequence ended at its first token."""
@@ -197,8 +197,8 @@ class SimulatedTransfers:
         why = error or not_needed()
         for group in (transfer.sender, transfer.receiver):
             if group is not None:
-                self._said(group, r.TransferFailed(key, why))
-                self._said(group, r.TransferFreed(key))
+                self._report(group, r.TransferFailed(key, why))
+                self._report(group, r.TransferFreed(key))
 
     def lose(self, group: Receives) -> None:
         """End the transfers of ``group``, a process that has ended."""
@@ -206,11 +206,11 @@ class SimulatedTransfers:
             if group in (transfer.sender, transfer.receiver):
                 self._fail(transfer, key, PeerEnded("the other end of the transfer was lost").info())
 
-    def _said(self, group: Receives, event: r.TransferEvent) -> None:
+    def _report(self, group: Receives, event: r.TransferEvent) -> None:
         """Deliver ``event`` of the other engine to ``group``, after the latency."""
         self._timeline.at(self._timeline.now + self._wire.latency, None, self._happened, group, event)
 
     def _happened(self, group: Receives, event: r.TransferEvent) -> None:
         part = group.part(self._cache)
         assert part is not None
-        group.heard(part.transfer(event, self._timeline.now))
+        group.deliver(part.transfer(event, self._timeline.now))

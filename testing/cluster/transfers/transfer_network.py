@@ -113,7 +113,7 @@ class SimPeers:
     def knows(self, peer: Peer) -> bool:
         return peer in self._known
 
-    def heard(self, peer: Peer, process: PeerProcess) -> None:
+    def register(self, peer: Peer, process: PeerProcess) -> None:
         """Register a peer and its end, if visible here. Known peers are ignored."""
         if peer in self._known:
             return

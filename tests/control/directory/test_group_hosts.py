@@ -59,8 +59,8 @@ def test_a_late_host_completes_the_group() -> None:
 def test_absent_hosts_are_named_from_time_to_time() -> None:
     played = Played(3)
     played.come("a", 1)
-    told = [one for one in played.turns(2 * g.REMIND_S + 1) if isinstance(one, g.Missing)]
-    assert told == [g.Missing(2, "no connection")] * 2
+    delivered = [one for one in played.turns(2 * g.REMIND_S + 1) if isinstance(one, g.Missing)]
+    assert delivered == [g.Missing(2, "no connection")] * 2
     wrong = played.turns(g.REMIND_S, stranger="10.0.0.9")
     assert wrong == [g.Missing(2, "a host at 10.0.0.9 has a wrong --group-secret")]
 

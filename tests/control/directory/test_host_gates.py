@@ -75,7 +75,7 @@ def test_a_host_with_other_settings_is_refused(meeting: Meeting) -> None:
     until(lambda: both(meeting, good) == (h.Admitted(), h.Admitted()))
 
 
-def test_a_nonsense_entry_is_refused_and_harms_nobody(meeting: Meeting) -> None:
+def test_an_invalid_entry_is_refused_and_affects_no_other(meeting: Meeting) -> None:
     meeting.store.post(host_key(1, "broken"), b"nonsense")
     meeting.store.post("host/x/y", b"")
     host = meeting.join()

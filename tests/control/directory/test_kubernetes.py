@@ -288,7 +288,7 @@ class Group:
         self.http.server_close()
 
 
-def test_of_two_groups_with_one_name_the_one_that_answers_counts() -> None:
+def test_the_answering_one_of_two_groups_with_one_name_counts() -> None:
     dead, alive = Group(record(incarnation=1)), Group(record(incarnation=2))
     directory = PolledDirectory(lambda: [alive.url, dead.url], poll=0.02)
     try:
@@ -303,7 +303,7 @@ def test_of_two_groups_with_one_name_the_one_that_answers_counts() -> None:
         alive.close()
 
 
-def test_of_two_living_groups_with_one_name_the_later_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_later_one_of_two_live_groups_with_one_name_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.control.directory.polled.LEASE_S", slowness.deadline(0.5))
     later, earlier = Group(record(incarnation=9)), Group(record(incarnation=3))
     directory = PolledDirectory(lambda: [later.url, earlier.url], poll=0.02)

@@ -132,7 +132,7 @@ class Driver:
     def give_back(self, name: str, sequence: int) -> None:
         """Let ``name`` return the sequence, and wait until the sequence is sent again or ends."""
         self.tokens(name, sequence, finish="evicted")
-        while not self.told() and not any(isinstance(each, m.Submit) for each in self.sent()):
+        while not self.delivered() and not any(isinstance(each, m.Submit) for each in self.sent()):
             until = self.fleet._parked.deadline()
             assert self.fleet.next_deadline() <= until < self.now + PATIENCE.engine
             for each, instance in self.fleet.table.instances.items():
@@ -147,7 +147,7 @@ class Driver:
     def sent(self) -> list[m.ToEngine]:
         return [action.message for action in self.of(e.Send)]
 
-    def told(self) -> list[m.TokenEvent]:
+    def delivered(self) -> list[m.TokenEvent]:
         return [event for deliver in self.of(e.Deliver) for event in deliver.events]
 
     def loads(self) -> list[float]:

@@ -49,7 +49,7 @@ class Work:
     known: int
     """Number of output tokens."""
     received: bool = False
-    prompt_told: int = 0
+    prompt_delivered: int = 0
 
     @property
     def parameter_lists(self) -> list[TransferParameters]:
@@ -148,8 +148,8 @@ class Model:
                 if engine.alive:
                     engine.inbox.append(action.message)
             elif isinstance(action, e.Deliver):
-                for told in action.events:
-                    self.told(told)
+                for delivered in action.events:
+                    self.delivered(delivered)
             elif isinstance(action, e.Replace):
                 self.count("replaced")
         for sequence, stream in self.streams.items():
@@ -182,7 +182,7 @@ class Model:
         )
         self.feed(e.Received(name, link, welcome))
 
-    def told(self, event: m.TokenEvent) -> None:
+    def delivered(self, event: m.TokenEvent) -> None:
         stream = self.streams[event.sequence]
         assert stream.finish is None, "after its end"
         assert not stream.closed, "its reader has left"
@@ -350,11 +350,16 @@ class Model:
     def tells_prompt(self, engine: Engine, work: Work) -> bool:
         """Return True if another piece of prompt logprobs was reported."""
         submit = work.submit
-        if submit.params.prompt_logprobs < 0 or submit.choice or work.known or work.prompt_told == PROMPT - 1:
+        if (
+            submit.params.prompt_logprobs < 0
+            or submit.choice
+            or work.known
+            or work.prompt_delivered == PROMPT - 1
+        ):
             return False
-        count = self.rng.randint(1, PROMPT - 1 - work.prompt_told)
-        self.answer(engine, work, prompt_logprobs=columns(work.prompt_told, count))
-        work.prompt_told += count
+        count = self.rng.randint(1, PROMPT - 1 - work.prompt_delivered)
+        self.answer(engine, work, prompt_logprobs=columns(work.prompt_delivered, count))
+        work.prompt_delivered += count
         return True
 
     def prefills(self, engine: Engine, work: Work, transfer: Transfer) -> None:

@@ -228,7 +228,7 @@ def test_choices_of_a_prompt_share_what_comes_for_the_first() -> None:
 # -- choice of encoders
 
 
-def test_those_that_encode_otherwise_are_not_asked() -> None:
+def test_encoders_with_another_fingerprint_are_not_used() -> None:
     one = rig("x", "y", "u", prints={"x": "other"})
     assert {name for number in range(1, 9) for name, _ in ask(one, number, request=number)} == {"u", "y"}
     assert one.fleet.table.unpaired == 1
@@ -274,19 +274,19 @@ def test_images_fail_by_name_when_none_that_encodes_comes(names: tuple[str, ...]
     one.lose("x")
     ask(one, 1)
     one.wait(PATIENCE.recovery - 1)  # the instance will be started again
-    assert one.told() == []
+    assert one.delivered() == []
     one.wait(1)
-    error = error_of(one.told()[0])
+    error = error_of(one.delivered()[0])
     assert (error.message, error.http_status) == (missing("encode"), 503)
     assert ask(one, 2, request=2) == []
-    assert error_of(one.told()[0]).message == missing("encode")
+    assert error_of(one.delivered()[0]).message == missing("encode")
     assert one.fleet.refusal() is None  # text needs no missing role
     assert ask(one, 3, request=3, media=()) != []
     one.up("x")
     assert {name for name, _ in ask(one, 4, request=4)} == set(names)
 
 
-def test_nobody_waits_for_an_instance_that_is_retired_and_was_shunned() -> None:
+def test_sequences_do_not_wait_for_a_retired_instance() -> None:
     one = rig("x", "u")
     one.on(e.Unreachable("x", one.link["x"]))
     assert one.fleet.table.awaited
@@ -294,7 +294,7 @@ def test_nobody_waits_for_an_instance_that_is_retired_and_was_shunned() -> None:
     assert not one.fleet.table.awaited
     ask(one, 1)
     one.wait(PATIENCE.role)
-    assert error_of(one.told()[0]).message == missing("encode")
+    assert error_of(one.delivered()[0]).message == missing("encode")
 
 
 def test_images_that_wait_cost_nothing_when_others_are_told_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def test_where_none_that_encodes_will_come_images_wait_for_a_role_alone() -> Non
     one.on(e.Retired("x", InvalidRequest("gone")))
     ask(one, 1)
     one.wait(PATIENCE.role)
-    assert [error_of(event).message for event in one.told()] == [missing("encode")]
+    assert [error_of(event).message for event in one.delivered()] == [missing("encode")]
 
 
 def test_a_planned_restart_of_the_only_one_that_encodes_refuses_no_image() -> None:
@@ -345,7 +345,7 @@ def test_a_planned_restart_of_the_only_one_that_encodes_refuses_no_image() -> No
     one.wait(PATIENCE.recovery + 1)
     one.lose("x")
     one.wait(PATIENCE.recovery - 1)
-    assert one.told() == []
+    assert one.delivered() == []
     one.up("x")
     assert where(one) == ["u", "x"]
 
@@ -359,7 +359,9 @@ def test_a_fallback_that_decodes_gets_no_images(caplog: pytest.LogCaptureFixture
     assert [name for name, _ in ask(one, 1, media=())] == ["d"]
     assert ask(one, 2, request=2) == []
     one.wait(PATIENCE.recovery - PATIENCE.role)
-    assert [(event.sequence, error_of(event).message) for event in one.told()] == [(2, missing("prefill"))]
+    assert [(event.sequence, error_of(event).message) for event in one.delivered()] == [
+        (2, missing("prefill"))
+    ]
 
 
 def test_a_fallback_that_decodes_gets_images_where_it_has_a_tower(caplog: pytest.LogCaptureFixture) -> None:
@@ -479,7 +481,7 @@ def test_one_without_room_is_avoided_while_there_is_another_and_then_waited_for(
     for _ in range(2 * MOST_REFUSALS - 1):
         (who,) = entry_of(one).encoders
         one.refuse(who, 5)
-        assert one.told() == []
+        assert one.delivered() == []
         while 5 in one.fleet._parked:
             one.now = one.fleet._parked.deadline()
             for each in ("x", "y", "u"):
@@ -487,7 +489,7 @@ def test_one_without_room_is_avoided_while_there_is_another_and_then_waited_for(
             one.on(e.Tick())
     (who,) = entry_of(one).encoders
     one.refuse(who, 5)
-    assert error_of(one.told()[0]).http_status == 503
+    assert error_of(one.delivered()[0]).http_status == 503
     over(one)
 
 
@@ -496,14 +498,14 @@ def entry_of(one: Driver) -> LedgerEntry:
 
 
 @pytest.mark.requirement("D27")
-def test_what_is_given_back_too_often_ends() -> None:
+def test_a_sequence_returned_too_often_ends() -> None:
     one = rig("x", "u")
     ask(one, 5)
     for _ in range(MOST_REFUSALS):
         one.give_back("x", 5)
         assert where(one) == ["u", "x"]
     one.tokens("x", 5, finish="evicted")
-    assert error_of(one.told()[0]).http_status == 503
+    assert error_of(one.delivered()[0]).http_status == 503
     over(one)
 
 
@@ -511,19 +513,21 @@ def test_an_image_that_cannot_be_encoded_ends_its_request() -> None:
     one = rig("x", "p", "d")
     ask(one, 5)
     one.tokens("x", 5, finish="error", error=InvalidRequest("the image is broken").info())
-    error = error_of(one.told()[0])
+    error = error_of(one.delivered()[0])
     assert (error.message, error.http_status) == ("the image is broken", 400)
     assert sorted(finished(one)) == ["d", "p"]
     over(one)
 
 
 @pytest.mark.parametrize("names", [("x", "p", "d"), ("x", "u")])
-def test_so_it_does_when_who_computes_is_heard_first(names: tuple[str, ...]) -> None:
+def test_a_failed_image_ends_the_request_if_the_computing_engine_reports_first(
+    names: tuple[str, ...],
+) -> None:
     """The engine sees the transfer fail. A further encoding would fail as well."""
     one = rig(*names)
     ask(one, 5)
     one.tokens(names[1], 5, finish="evicted", error=ImageFailed("the image is broken").info())
-    error = error_of(one.told()[0])
+    error = error_of(one.delivered()[0])
     assert (error.message, error.http_status) == ("the image is broken", 400)
     assert sorted(finished(one)) == sorted({*names} - {names[1]})
     one.tokens("x", 5, finish="error", error=ImageFailed("the image is broken").info())
@@ -539,9 +543,9 @@ def test_an_end_where_the_prompt_is_computed_is_an_end_though_the_encoder_report
     ask(one, 5)
     ended = EndedElsewhere("it has ended at the other end").info()
     one.tokens("x", 5, finish="evicted", error=ended)
-    assert (one.sent(), one.told()) == ([], [])
+    assert (one.sent(), one.delivered()) == ([], [])
     one.tokens(names[1], 5, finish="error", error=InvalidRequest("no grammar").info())
-    assert [error_of(event).code for event in one.told()] == ["invalid_request"]
+    assert [error_of(event).code for event in one.delivered()] == ["invalid_request"]
     over(one)
 
 
@@ -554,7 +558,7 @@ def test_a_sequence_that_loses_too_many_ends() -> None:
         one.up("x")
         one.wait(1)
     one.lose("x")
-    assert error_of(one.told()[0]).code == "engine_dead"
+    assert error_of(one.delivered()[0]).code == "engine_dead"
     over(one)
 
 
@@ -576,7 +580,7 @@ def test_one_that_encodes_says_that_the_one_that_computes_has_ended() -> None:
     assert other != who
 
 
-def test_of_several_that_may_have_ended_none_is_shunned() -> None:
+def test_an_ambiguous_peer_failure_shuns_no_instance() -> None:
     """The computing instance has a decode peer and an encode peer. The report does not tell which one
     ended."""
     one = rig("x", "y", "p", "d")

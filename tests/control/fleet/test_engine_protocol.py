@@ -42,8 +42,8 @@ def test_a_front_that_connects_again_takes_its_sequences_over() -> None:
     one.on(b"new", hello("front"))
     assert one.on(b"new", submit(1, attempt=1)) == []
     event = m.TokenEvent(sequence=1, token_ids=(5,))
-    told = m.TokenEvent(sequence=1, token_ids=(5,), attempt=1)
-    assert one.events([event]) == [(b"new", m.Tokens(step=-1, events=(told,)))]
+    delivered = m.TokenEvent(sequence=1, token_ids=(5,), attempt=1)
+    assert one.events([event]) == [(b"new", m.Tokens(step=-1, events=(delivered,)))]
     assert one.events([m.TokenEvent(sequence=2, token_ids=(5,))]) == []  # left with the connection
     one.forget(b"old")
     assert one.on(b"new", m.Finish(sequence=1)) != []
@@ -83,8 +83,8 @@ def test_the_end_of_a_front_ends_its_own_sequences_alone() -> None:
     one.on(b"other", submit(2))
     one.on(b"one", m.Goodbye())
     assert not one.stopped
-    told = one.events([m.TokenEvent(sequence=s, token_ids=(5,)) for s in (1, 2)])
-    assert [front for front, _ in told] == [b"other"]
+    delivered = one.events([m.TokenEvent(sequence=s, token_ids=(5,)) for s in (1, 2)])
+    assert [front for front, _ in delivered] == [b"other"]
 
 
 def test_adapters_are_answered_to_the_sender() -> None:
@@ -152,16 +152,16 @@ def test_an_api_server_that_is_gone_gives_its_update_of_weights_up() -> None:
 
     class Weights:
         def __init__(self) -> None:
-            self.told: list[object] = []
+            self.delivered: list[object] = []
 
         def begin(self, message: m.ToWeights) -> None:
-            self.told.append(message)
+            self.delivered.append(message)
 
         def finished(self) -> list[WeightsChanged]:
             return []
 
         def leave(self) -> None:
-            self.told.append("left")
+            self.delivered.append("left")
 
     one = engine()
     one._weights = weights = Weights()
@@ -170,10 +170,10 @@ def test_an_api_server_that_is_gone_gives_its_update_of_weights_up() -> None:
     stage = StageWeights(update=WeightsUpdate(version=1, files=("/a",)))
     one.on(b"carrier", stage)
     one.on(b"other", m.Goodbye())
-    assert weights.told == [stage]
+    assert weights.delivered == [stage]
     one.forget(b"carrier")
     one.forget(b"carrier")
-    assert weights.told == [stage, "left"]
+    assert weights.delivered == [stage, "left"]
 
 
 def test_api_servers_share_the_latest_pause_through_an_engine() -> None:

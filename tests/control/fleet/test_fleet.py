@@ -31,13 +31,13 @@ def test_a_sequence_from_its_opening_to_its_end() -> None:
     assert (submit.sequence, submit.attempt) == (5, 0)
     assert one.fleet.table.instances["a"].load > 1  # the prompt is still to be computed
     one.tokens("a", 5, 7, 8)
-    assert [event.token_ids for event in one.told()] == [(7, 8)]
+    assert [event.token_ids for event in one.delivered()] == [(7, 8)]
     assert one.loads() == [1]
     one.tokens("a", 5, 9, finish="length")
-    assert [(event.token_ids, event.finish) for event in one.told()] == [((9,), "length")]
+    assert [(event.token_ids, event.finish) for event in one.delivered()] == [((9,), "length")]
     assert (one.fleet.entries, one.loads()) == ({}, [0])
     one.tokens("a", 5, 9)
-    assert (one.told(), one.fleet.late_events) == ([], 1)
+    assert (one.delivered(), one.fleet.late_events) == ([], 1)
 
 
 def test_choices_of_a_prompt_go_together_and_others_to_the_least_loaded() -> None:
@@ -47,7 +47,7 @@ def test_choices_of_a_prompt_go_together_and_others_to_the_least_loaded() -> Non
     assert one.open(5, request=3) == "b"
 
 
-def test_closing_a_sequence_tells_its_instance_once() -> None:
+def test_closing_a_sequence_notifies_its_instance_once() -> None:
     one = Driver("a").up()
     one.open(1)
     one.on(e.Closed((1,)))
@@ -55,7 +55,7 @@ def test_closing_a_sequence_tells_its_instance_once() -> None:
     one.on(e.Closed((1,)))
     assert one.actions == []
     one.tokens("a", 1, 7)  # was in flight
-    assert (one.told(), one.fleet.late_events, one.loads()) == ([], 1, [0])
+    assert (one.delivered(), one.fleet.late_events, one.loads()) == ([], 1, [0])
 
 
 # -- losses
@@ -71,12 +71,12 @@ def test_a_lost_instance_is_replaced_and_its_sequences_go_on_elsewhere() -> None
     assert [action.instance for action in one.of(e.Send)] == ["b", "b"]
     assert [ids(message) for message in one.sent()] == [[7, 8], []]
     assert one.fleet.failovers == 2
-    assert one.told() == []
+    assert one.delivered() == []
     one.tokens("b", 1, 9, finish="length")
-    assert [(event.token_ids, event.finish) for event in one.told()] == [((9,), "length")]
+    assert [(event.token_ids, event.finish) for event in one.delivered()] == [((9,), "length")]
 
 
-def test_a_loss_that_is_told_twice_counts_once() -> None:
+def test_a_loss_reported_twice_counts_once() -> None:
     one = Driver("a", "b").up()
     one.open(1)
     one.lose("a")
@@ -102,7 +102,7 @@ def test_sequences_wait_where_none_lives_and_only_so_long() -> None:
     one.now += PATIENCE.recovery
     assert one.fleet.next_deadline() == one.now
     one.on(e.Tick())
-    assert [error_of(event).message for event in one.told()] == [LATE]
+    assert [error_of(event).message for event in one.delivered()] == [LATE]
     refusal = one.fleet.refusal()
     assert refusal is not None
     assert refusal.http_status == 503
@@ -115,20 +115,20 @@ def test_a_sequence_loses_only_so_many_instances() -> None:
     one.open(1)
     for _ in range(MOST_LOSSES):
         one.lose("a")
-        assert one.told() == []
+        assert one.delivered() == []
         one.up("a")
     one.lose("a")
-    assert [error_of(event).code for event in one.told()] == ["engine_dead"]
+    assert [error_of(event).code for event in one.delivered()] == ["engine_dead"]
     assert one.fleet.entries == {}
 
 
-def test_what_comes_over_an_old_link_changes_nothing() -> None:
+def test_messages_of_an_old_link_change_nothing() -> None:
     one = Driver("a", "b").up()
     one.open(1)
     old = one.link["a"]
     one.lose("a")
     one.tokens("a", 1, 7, link=old)
-    assert (one.told(), one.fleet.late_events) == ([], 1)
+    assert (one.delivered(), one.fleet.late_events) == ([], 1)
     one.expect("a")
     one.say("a", one.welcome("a"), link=old)
     assert one.fleet.table.instances["a"].state is InstanceState.STARTING
@@ -136,7 +136,7 @@ def test_what_comes_over_an_old_link_changes_nothing() -> None:
     assert one.fleet.table.instances["a"].state is InstanceState.STARTING
 
 
-def test_another_process_may_be_expected_before_the_end_of_the_last_one_is_told() -> None:
+def test_another_process_may_be_expected_before_the_end_of_the_last_one_is_reported() -> None:
     one = Driver("a", "b").up()
     one.open(1)
     one.tokens("a", 1, 7)
@@ -246,7 +246,7 @@ def test_a_stall_of_the_front_itself_does_not_use_patience_up() -> None:
     one.now += 50.0
     one.on(e.Stalled(50.0))
     one.on(e.Tick())
-    assert one.told() == []
+    assert one.delivered() == []
     one.on(e.Linked("a", one.link["a"]))
     one.say("a", one.welcome("a"))
     assert len(one.sent()) == 1
@@ -278,7 +278,7 @@ def test_a_front_that_joins_knows_of_those_that_are_retired() -> None:
     assert one.open(2, request=2) == "a"
 
 
-def test_nobody_is_left() -> None:
+def test_all_engines_retired_ends_the_fleet() -> None:
     one = Driver("a", "b").up()
     one.open(1)
     one.lose("a")
@@ -287,7 +287,7 @@ def test_nobody_is_left() -> None:
     one.lose("b")
     one.on(e.Retired("b", DIED))
     assert one.of(e.Failed) == [e.Failed(DIED)]
-    assert [error_of(event).code for event in one.told()] == ["engine_dead"]
+    assert [error_of(event).code for event in one.delivered()] == ["engine_dead"]
     assert one.fleet.refusal() is not None
     assert one.fleet.next_deadline() > 0
 
@@ -344,22 +344,22 @@ def test_events_of_an_earlier_attempt_are_late() -> None:
     assert [(ids(message), getattr(message, "attempt", None)) for message in one.sent()] == [([7], 1)]
     one.tokens("a", 1, 8, attempt=0)  # was in flight at the pause
     one.tokens("a", 1, finish="abort", attempt=0)
-    assert (one.told(), one.fleet.late_events) == ([], 2)
+    assert (one.delivered(), one.fleet.late_events) == ([], 2)
     one.tokens("a", 1, 8, finish="length", attempt=1)
-    assert [(event.token_ids, event.finish) for event in one.told()] == [((8,), "length")]
+    assert [(event.token_ids, event.finish) for event in one.delivered()] == [((8,), "length")]
 
 
 # -- refusals, evictions
 
 
-def test_what_one_refuses_another_may_take() -> None:
+def test_a_refused_sequence_goes_to_another_instance() -> None:
     one = Driver("a", "b").up()
     assert one.open(1) == "a"
     one.refuse("a", 1)
-    assert one.told() == []
+    assert one.delivered() == []
     assert [action.instance for action in one.of(e.Send)] == ["b"]
     one.refuse("b", 1)
-    assert [error_of(event).http_status for event in one.told()] == [429]
+    assert [error_of(event).http_status for event in one.delivered()] == [429]
     assert one.loads() == [0, 0]
 
 
@@ -373,16 +373,16 @@ def test_a_token_makes_refusals_forgotten() -> None:
 
 
 @pytest.mark.parametrize("how", ["moved", "evicted"])
-def test_what_an_instance_gives_back_goes_on(how: str) -> None:
+def test_a_returned_sequence_continues_elsewhere(how: str) -> None:
     one = Driver("a", "b").up()
     one.open(1)
     one.tokens("a", 1, 7, finish=how)
-    assert [(event.token_ids, event.finish) for event in one.told()] == [((7,), None)]
+    assert [(event.token_ids, event.finish) for event in one.delivered()] == [((7,), None)]
     assert [(action.instance, ids(action.message)) for action in one.of(e.Send)] == [("b", [7])]
     assert one.fleet.entries[1].losses == 0
     assert one.fleet.failovers == 0
     one.tokens("b", 1, 8, finish="stop", stop_id=8)
-    assert [(event.token_ids, event.finish) for event in one.told()] == [((8,), "stop")]
+    assert [(event.token_ids, event.finish) for event in one.delivered()] == [((8,), "stop")]
 
 
 def test_an_instance_that_gives_all_back_is_not_asked_for_ever() -> None:
@@ -392,7 +392,7 @@ def test_an_instance_that_gives_all_back_is_not_asked_for_ever() -> None:
         one.give_back("a", 1)
         assert len(one.sent()) == 1
     one.tokens("a", 1, finish="evicted")
-    assert [error_of(event).code for event in one.told()] == ["unavailable"]
+    assert [error_of(event).code for event in one.delivered()] == ["unavailable"]
     assert one.fleet.entries == {}
 
 
@@ -402,13 +402,13 @@ def test_an_error_of_the_request_itself_is_not_retried() -> None:
     wrong = ErrorInfo(code="invalid_request", message="no", blame="client", http_status=400)
     one.tokens("a", 1, finish="error", error=wrong)
     assert one.sent() == []
-    assert [error_of(event) for event in one.told()] == [wrong]
+    assert [error_of(event) for event in one.delivered()] == [wrong]
 
 
 # -- pauses
 
 
-def test_who_is_not_read_gives_its_place_up_and_gets_it_back() -> None:
+def test_paused_sequences_leave_the_engine_and_return() -> None:
     one = Driver("a").up()
     one.open(1, 2)
     one.tokens("a", 1, 7)
@@ -443,16 +443,16 @@ def test_begun_sequences_that_no_instance_has_are_counted() -> None:
     assert one.fleet.open.kept == 0
 
 
-def test_who_resumes_when_all_patience_is_used_up_hears_so_at_once() -> None:
+def test_a_sequence_resumed_after_the_recovery_timeout_fails_at_once() -> None:
     one = Driver("a").up()
     one.open(1)
     one.on(e.Paused((1,)))
     one.lose("a")
     one.now += PATIENCE.recovery
     one.on(e.Tick())
-    assert one.told() == []  # the client does not read
+    assert one.delivered() == []  # the client does not read
     one.on(e.Resumed((1,)))
-    assert [error_of(event).message for event in one.told()] == [LATE]
+    assert [error_of(event).message for event in one.delivered()] == [LATE]
 
 
 # -- domains, draining, retirement
@@ -470,7 +470,7 @@ def test_those_of_an_expert_group_work_together_or_not_at_all() -> None:
     one.on(e.Retired("b", DIED))
     assert one.of(e.Failed)
     assert {instance.state for instance in one.fleet.table.instances.values()} == {InstanceState.RETIRED}
-    assert sorted(event.sequence for event in one.told()) == [1, 2]
+    assert sorted(event.sequence for event in one.delivered()) == [1, 2]
 
 
 def test_one_that_drains_gets_nothing_new_and_finishes_what_it_has() -> None:
@@ -479,7 +479,7 @@ def test_one_that_drains_gets_nothing_new_and_finishes_what_it_has() -> None:
     one.on(e.Draining("a"))
     assert [one.open(2 + n, request=2 + n) for n in range(3)] == ["b", "b", "b"]
     one.tokens("a", 1, 7, finish="length")
-    assert [event.finish for event in one.told()] == ["length"]
+    assert [event.finish for event in one.delivered()] == ["length"]
     one.lose("a")
     assert one.of(e.Replace)
 
@@ -489,12 +489,12 @@ def test_where_all_drain_sequences_wait_until_that_is_over_and_then_only_so_long
     one.on(e.Draining("a"))
     assert one.open(1) is None
     one.wait(PATIENCE.recovery + 1)
-    assert one.told() == []
+    assert one.delivered() == []
     one.lose("a")
     one.wait(PATIENCE.recovery - 1)
-    assert (one.told(), one.fleet.refusal()) == ([], None)
+    assert (one.delivered(), one.fleet.refusal()) == ([], None)
     one.wait(1)
-    assert [error_of(event).message for event in one.told()] == [LATE]
+    assert [error_of(event).message for event in one.delivered()] == [LATE]
 
 
 # -- pinned sequences
@@ -504,21 +504,21 @@ def test_a_pinned_sequence_goes_nowhere_else_and_ends_with_its_instance() -> Non
     one = Driver("a", "b").up()
     assert one.open(1, pinned="b") == "b"
     one.refuse("b", 1)
-    assert [error_of(event).http_status for event in one.told()] == [429]
+    assert [error_of(event).http_status for event in one.delivered()] == [429]
     one.open(2, pinned="b")
     one.lose("b")
     assert one.sent() == []
-    assert [error_of(event).message for event in one.told()] == ["it died"]
+    assert [error_of(event).message for event in one.delivered()] == ["it died"]
 
 
 def test_a_pinned_sequence_does_not_wait_for_an_instance_that_is_gone() -> None:
     one = Driver("a", "b").up()
     one.lose("b")
     one.open(1, pinned="b")
-    assert [error_of(event).code for event in one.told()] == ["unavailable"]
+    assert [error_of(event).code for event in one.delivered()] == ["unavailable"]
     one.on(e.Retired("b", DIED))
     one.open(2, pinned="b")
-    assert [error_of(event).code for event in one.told()] == ["unavailable"]
+    assert [error_of(event).code for event in one.delivered()] == ["unavailable"]
     assert one.fleet.entries == {}
 
 
@@ -527,7 +527,7 @@ def test_a_pinned_sequence_that_waits_ends_with_its_instance() -> None:
     one.open(1, pinned="b")
     one.on(e.Paused((1,)))
     one.lose("b")
-    assert [error_of(event).message for event in one.told()] == ["it died"]
+    assert [error_of(event).message for event in one.delivered()] == ["it died"]
     one.on(e.Resumed((1,)))
     assert one.actions == []
 
@@ -536,18 +536,18 @@ def test_a_pinned_sequence_that_waits_ends_with_its_instance() -> None:
 
 
 @pytest.mark.parametrize(("shutdown", "message"), [(False, m.Goodbye()), (True, m.Shutdown())])
-def test_closing_ends_what_is_open_and_tells_instances(shutdown: bool, message: m.ToEngine) -> None:
+def test_closing_ends_open_sequences_and_notifies_instances(shutdown: bool, message: m.ToEngine) -> None:
     one = Driver("a", "b").up()
     one.open(1)
     one.on(e.Closing(shutdown))
     assert [sent for sent in one.sent() if not isinstance(sent, m.Finish)] == [message, message]
-    assert [error_of(event).code for event in one.told()] == ["unavailable"]
+    assert [error_of(event).code for event in one.delivered()] == ["unavailable"]
     assert one.fleet.refusal() is not None
     one.lose("a")
     assert one.of(e.Replace) == []
 
 
-def test_prompt_logprobs_are_told_once() -> None:
+def test_prompt_logprobs_are_reported_once() -> None:
     one = Driver("a", "b").up()
     one.open(1)
 
@@ -560,9 +560,9 @@ def test_prompt_logprobs_are_told_once() -> None:
     one.tokens("a", 1, prompt_logprobs=columns(0, 1))
     one.lose("a")
     one.tokens("b", 1, prompt_logprobs=columns(0, 1))
-    assert one.told() == []
+    assert one.delivered() == []
     one.tokens("b", 1, 5, prompt_logprobs=columns(1, 1))
-    (event,) = one.told()
+    (event,) = one.delivered()
     assert event.prompt_logprobs is not None
     assert event.prompt_logprobs.arrays()[2].tolist() == [1]
 
@@ -595,7 +595,7 @@ def test_an_expert_group_that_is_joined_is_waited_for() -> None:
     assert one.fleet.refusal() is None
 
 
-def test_who_drains_no_more_gets_the_sequences_that_wait() -> None:
+def test_an_undrained_instance_gets_the_waiting_sequences() -> None:
     one = Driver("a").up()
     one.open(1)
     one.on(e.Draining("a"))
@@ -608,7 +608,7 @@ def test_who_drains_no_more_gets_the_sequences_that_wait() -> None:
     assert one.fleet.table.instances["a"].state is InstanceState.UP
 
 
-def test_who_drains_no_more_after_deaths_in_a_row_is_half_open_as_before() -> None:
+def test_an_undrained_instance_stays_half_open_after_deaths_in_a_row() -> None:
     one = Driver("a").up()
     for _ in range(2):
         one.lose("a")

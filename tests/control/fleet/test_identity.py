@@ -107,7 +107,7 @@ def test_the_refusal_of_the_engine_is_a_loss() -> None:
     assert one.fleet.table.instances["a"].state is InstanceState.DOWN
 
 
-def test_a_refused_version_says_what_to_upgrade() -> None:
+def test_a_refused_version_names_the_upgrade() -> None:
     newer = why_apart((3, 4), (1, 2), "API server")
     assert newer.startswith("the engine speaks versions 3 to 4 of the messages, this API server (Weft ")
     assert newer.endswith("versions 1 to 2: upgrade the API server")

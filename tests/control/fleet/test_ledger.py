@@ -337,7 +337,7 @@ def test_a_prefill_engine_is_needed_until_the_routes_of_the_prompt_are_there() -
     assert not entry.needs_sender
 
 
-def test_why_a_prompt_was_not_cached_is_asked_until_it_was_told() -> None:
+def test_the_reason_of_a_miss_is_requested_until_reported() -> None:
     """Otherwise each engine that continues the sequence reports a reason, counted as another prompt."""
     entry = LedgerEntry(submit(4, [10, 11], explain=True))
     assert entry.again().explain

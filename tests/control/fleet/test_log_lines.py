@@ -26,7 +26,7 @@ def test_a_death_is_one_error_and_a_planned_end_is_none(caplog: pytest.LogCaptur
     assert errors(caplog) == []
 
 
-def test_an_engine_that_says_why_it_fails_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_reports_its_failure_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
     one = Driver("a", "b").up()
     one.say("a", m.EngineFailed(error=EngineDead("no memory").info()))
     assert errors(caplog) == ["engine a is lost: no memory"]
@@ -50,7 +50,7 @@ def test_requests_that_wait_too_long_are_no_errors_and_one_line(caplog: pytest.L
     caplog.clear()
     one.now += PATIENCE.recovery
     one.on(e.Tick())
-    assert len(one.told()) == 50
+    assert len(one.delivered()) == 50
     assert errors(caplog) == []
     assert [line for line in caplog.messages if "fails" in line] == [
         "a request fails: the engine failed and did not come back in time; try again later"

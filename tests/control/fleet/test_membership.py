@@ -44,7 +44,7 @@ def test_the_first_member_reports_prefixes_once_there_is_a_choice() -> None:
     assert e.Send("b", one.link["b"], m.WatchPrefixes()) in one.of(e.Send)
 
 
-def test_who_leaves_finishes_and_is_forgotten() -> None:
+def test_a_leaving_instance_finishes_and_is_forgotten() -> None:
     one = joined(Driver("a").up(), "b")
     one.open(1)
     assert one.open(2, request=2) == "b"
@@ -54,17 +54,17 @@ def test_who_leaves_finishes_and_is_forgotten() -> None:
     assert one.fleet.table.whole  # nobody wants it any more
     assert one.open(3, request=3) == "a"
     one.tokens("b", 2, 7)
-    assert [event.token_ids for event in one.told()] == [(7,)]
+    assert [event.token_ids for event in one.delivered()] == [(7,)]
     one.tokens("b", 2, 8, finish="length")
-    assert [event.finish for event in one.told()] == ["length"]
+    assert [event.finish for event in one.delivered()] == ["length"]
     assert one.sent() == [m.Goodbye()]
     assert one.of(e.Forget) == [e.Forget("b")]
     assert list(one.fleet.table.instances) == ["a"]
     one.tokens("b", 2, 9)  # was in flight
-    assert one.told() == []
+    assert one.delivered() == []
 
 
-def test_who_leaves_without_work_is_forgotten_at_once() -> None:
+def test_an_idle_leaving_instance_is_forgotten_at_once() -> None:
     one = joined(Driver("a").up(), "b")
     one.on(e.Left("b"))
     assert one.of(e.Forget) == [e.Forget("b")]
@@ -86,7 +86,7 @@ def test_work_of_one_that_leaves_and_dies_goes_on_elsewhere() -> None:
     assert (submit.sequence, submit.attempt) == (2, 1)
 
 
-def test_who_comes_back_before_it_has_left_goes_on() -> None:
+def test_an_instance_that_joins_again_before_it_has_left_stays() -> None:
     one = joined(Driver("a").up(), "b")
     one.open(1)
     assert one.open(2, request=2) == "b"
@@ -110,7 +110,7 @@ def test_a_paused_sequence_of_one_that_left_ends_if_no_other_may_take_it() -> No
     one.open(1, pinned="b")
     one.on(e.Paused((1,)))
     one.on(e.Left("b"))
-    assert [event.finish for event in one.told()] == ["error"]
+    assert [event.finish for event in one.delivered()] == ["error"]
 
 
 def test_a_sequence_whose_sender_has_left_begins_again() -> None:

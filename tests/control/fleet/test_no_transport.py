@@ -56,7 +56,7 @@ def test_the_only_pair_is_tried_a_few_times() -> None:
         while not submitted(one):
             one.wait(1.0)
     no_way(one, "p", 1)
-    assert [error_of(event).code for event in one.told()] == ["unavailable"]
+    assert [error_of(event).code for event in one.delivered()] == ["unavailable"]
     assert finished(one) == ["d"]
     over(one)
 

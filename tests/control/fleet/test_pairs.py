@@ -83,7 +83,7 @@ def finished(one: Driver) -> list[str]:
 
 
 def said(one: Driver) -> list[tuple[tuple[int, ...], str | None]]:
-    return [(event.token_ids, event.finish) for event in one.told()]
+    return [(event.token_ids, event.finish) for event in one.delivered()]
 
 
 def columns(first: int, count: int) -> m.LogprobColumns:
@@ -147,25 +147,25 @@ def test_a_sequence_from_its_opening_to_its_end() -> None:
     assert one.sent() == []
     assert one.loads() == [0, 1]
     one.tokens("d", 5, 7, position=0)  # reported by both instances
-    assert one.told() == []
+    assert one.delivered() == []
     one.tokens("d", 5, 8, position=1, num_cached=64)
-    assert [(event.token_ids, event.num_cached) for event in one.told()] == [((8,), 2)]
+    assert [(event.token_ids, event.num_cached) for event in one.delivered()] == [((8,), 2)]
     one.tokens("d", 5, 9, position=2, finish="length")
-    assert [(event.finish, event.num_cached) for event in one.told()] == [("length", 2)]
+    assert [(event.finish, event.num_cached) for event in one.delivered()] == [("length", 2)]
     over(one)
 
 
-def test_what_the_decoder_says_too_early_waits_for_the_sender() -> None:
+def test_early_tokens_of_the_decode_instance_wait_for_the_prefill_instance() -> None:
     one = pairs("p", "d")
     ask(one, 5, params=TokenParams(max_tokens=9, prompt_logprobs=0))
     one.tokens("d", 5, 7, position=0, logprobs=columns(0, 1))
     one.tokens("d", 5, 8, position=1)
     one.tokens("d", 5, 9, position=2, finish="stop", stop_id=9)
-    assert one.told() == []
+    assert one.delivered() == []
     one.tokens("p", 5, prompt_logprobs=columns(0, 1))
     one.tokens("p", 5, 7, position=0, prompt_logprobs=columns(1, 1), num_cached=1, finish="moved")
     assert said(one) == [((7,), None), ((8,), None), ((9,), "stop")]
-    assert [event.num_cached for event in one.told()] == [1, 1, 1]
+    assert [event.num_cached for event in one.delivered()] == [1, 1, 1]
     over(one)
 
 
@@ -174,7 +174,7 @@ def test_tokens_that_came_are_left_out_of_an_event_and_their_logprobs_too() -> N
     ask(one, 5)
     one.tokens("p", 5, 7, position=0, finish="moved")
     one.tokens("d", 5, 7, 8, position=0, logprobs=columns(0, 2), prompt_logprobs=columns(0, 2))
-    (event,) = one.told()
+    (event,) = one.delivered()
     assert event.token_ids == (8,)
     assert event.prompt_logprobs is None
     assert event.logprobs is not None
@@ -186,7 +186,7 @@ def test_positions_count_what_came_with_the_request() -> None:
     ask(one, 5, emitted_ids=m.ids_to_bytes([4, 4]))
     one.tokens("p", 5, 7, position=2, finish="moved")
     one.tokens("d", 5, 7, position=2)
-    assert one.told() == []
+    assert one.delivered() == []
     rest(one, "d", 5, position=3)
 
 
@@ -196,7 +196,7 @@ def test_tokens_that_are_missing_are_computed_again() -> None:
     ask(one, 5)
     one.tokens("p", 5, 7, position=0, finish="moved")
     one.tokens("d", 5, 9, position=2)
-    assert one.told() == []
+    assert one.delivered() == []
     assert finished(one) == ["d"]
     assert [(name, submit.attempt, ids(submit)) for name, submit in submitted(one)] == [
         ("d", 1, [7]),
@@ -205,7 +205,7 @@ def test_tokens_that_are_missing_are_computed_again() -> None:
 
 
 @pytest.mark.requirement("E11")
-def test_who_ends_at_the_first_token_ends_at_both() -> None:
+def test_a_sequence_that_ends_at_its_first_token_ends_at_both() -> None:
     one = pairs("p", "d")
     ask(one, 5)
     one.tokens("p", 5, 7, position=0, finish="stop", stop_id=7)
@@ -218,12 +218,12 @@ ENDED = EndedElsewhere("it has ended at the other end").info()
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
-def test_an_end_at_the_first_token_is_an_end_whoever_reports_first(finish: str) -> None:
+def test_an_end_at_the_first_token_counts_in_either_order_of_reports(finish: str) -> None:
     """The decoder's report is no return: nothing is sent again, and no instance is avoided."""
     one = pairs("p", "d")
     ask(one, 5)
     one.tokens("d", 5, finish="evicted", error=ENDED)
-    assert (one.sent(), one.told()) == ([], [])
+    assert (one.sent(), one.delivered()) == ([], [])
     assert one.fleet.entries[5].refused == {}
     one.tokens("p", 5, 7, position=0, finish=finish, stop_id=7 if finish == "stop" else None)
     assert said(one) == [((7,), finish)]
@@ -232,19 +232,19 @@ def test_an_end_at_the_first_token_is_an_end_whoever_reports_first(finish: str) 
 
 
 @pytest.mark.parametrize(("first", "last"), [("p", "d"), ("d", "p")])
-def test_an_error_of_the_request_itself_ends_it_whoever_reports_first(first: str, last: str) -> None:
+def test_a_request_error_ends_the_request_in_either_order_of_reports(first: str, last: str) -> None:
     one = pairs("p", "d")
     ask(one, 5)
     one.tokens(first, 5, finish="evicted", error=ENDED)
-    assert (one.sent(), one.told()) == ([], [])
+    assert (one.sent(), one.delivered()) == ([], [])
     error = ErrorInfo(code="no_token_allowed", message="nothing is left", blame="client", http_status=400)
     one.tokens(last, 5, finish="error", error=error)
-    assert [error_of(event).code for event in one.told()] == ["no_token_allowed"]
+    assert [error_of(event).code for event in one.delivered()] == ["no_token_allowed"]
     over(one)
 
 
 @pytest.mark.parametrize("lost", ["p", "d"])
-def test_who_knows_of_an_end_is_lost_and_the_sequence_goes_on(lost: str) -> None:
+def test_a_sequence_continues_after_the_report_of_its_end_is_lost(lost: str) -> None:
     """The report of the end is lost with its link, after the other instance has dropped the sequence."""
     one = pairs("p", "d")
     ask(one, 5)
@@ -296,16 +296,16 @@ def test_pairs_come_before_those_that_do_both_and_these_before_waiting() -> None
 
 
 @pytest.mark.requirement("E2")
-def test_those_that_differ_are_never_paired_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_instances_that_differ_are_never_paired_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     one = pairs("p", "q", "d", fingerprints={"p": "other"})
     for number in range(4):
         ask(one, number, request=10 + number)
         assert where(one) == ["d", "q"]
     assert one.fleet.table.unpaired == 1
     one.up("q")
-    told = [record.message for record in caplog.records if "has no partner" in record.message]
-    assert len(told) == 1
-    assert "engine p has no partner: model, weights, dtype or cache layout differ from d" in told[0]
+    delivered = [record.message for record in caplog.records if "has no partner" in record.message]
+    assert len(delivered) == 1
+    assert "engine p has no partner: model, weights, dtype or cache layout differ from d" in delivered[0]
     one.lose("q")
     assert one.fleet.table.unpaired == 2  # the decode instance has no partner either
 
@@ -337,22 +337,22 @@ def test_a_cached_prompt_goes_where_it_was_at_both_ends() -> None:
 
 @pytest.mark.requirement("E13")
 @pytest.mark.parametrize("who", ["p", "d"])
-def test_what_either_end_gives_back_starts_again_at_both(who: str) -> None:
+def test_a_return_by_either_end_starts_again_at_both(who: str) -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens(who, 1, finish="evicted")
-    assert one.told() == []
+    assert one.delivered() == []
     assert finished(one) == ["d" if who == "p" else "p"]
     assert [(name, submit.attempt) for name, submit in submitted(one)] == [("d", 1), ("p", 1)]
     assert one.fleet.entries[1].losses == 0
     one.tokens("p" if who == "d" else "d", 1, 6, position=0, attempt=0)
-    assert one.told() == []  # of the earlier attempt
+    assert one.delivered() == []  # of the earlier attempt
     one.tokens("p", 1, 7, position=0, finish="moved")
     rest(one, "d", 1)
 
 
 @pytest.mark.parametrize("who", ["p", "d"])
-def test_who_gives_back_is_avoided(who: str) -> None:
+def test_an_instance_that_returned_the_sequence_is_avoided(who: str) -> None:
     one = pairs("p", "q", "d", "f")
     ask(one, 1)
     one.tokens(who, 1, finish="evicted")
@@ -361,7 +361,7 @@ def test_who_gives_back_is_avoided(who: str) -> None:
     assert len(got) == 2
 
 
-def test_what_the_decoder_gives_back_later_goes_on_from_what_came() -> None:
+def test_a_late_return_of_the_decode_instance_continues_from_the_delivered_tokens() -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens("p", 1, 7, position=0, finish="moved")
@@ -372,12 +372,12 @@ def test_what_the_decoder_gives_back_later_goes_on_from_what_came() -> None:
     rest(one, "d", 1, position=3)
 
 
-def test_what_was_held_is_dropped_when_the_decoder_gives_back() -> None:
+def test_held_tokens_are_dropped_when_the_decode_instance_returns_the_sequence() -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens("d", 1, 7, position=0)
     one.tokens("d", 1, 8, position=1, finish="evicted")
-    assert one.told() == []
+    assert one.delivered() == []
     assert [ids(submit) for _, submit in submitted(one)] == [[], []]
     one.tokens("p", 1, 7, position=0, finish="moved")
     assert said(one) == [((7,), None)]
@@ -391,12 +391,12 @@ def test_a_pair_that_gives_all_back_is_not_asked_for_ever() -> None:
         one.give_back("d", 1)
         assert len(submitted(one)) == 2
     one.tokens("d", 1, finish="evicted")
-    assert [error_of(event).code for event in one.told()] == ["unavailable"]
+    assert [error_of(event).code for event in one.delivered()] == ["unavailable"]
     assert finished(one) == ["p"]
     over(one)
 
 
-def test_who_gives_back_again_and_again_is_given_time() -> None:
+def test_waits_double_after_each_return() -> None:
     """Each wait is twice as long: a fault such as the formation of a group takes seconds."""
     one = pairs("p", "d")
     ask(one, 1)
@@ -411,7 +411,7 @@ def test_who_gives_back_again_and_again_is_given_time() -> None:
     assert len(submitted(one)) == 2
 
 
-def test_who_waits_holds_up_nobody_and_may_leave() -> None:
+def test_a_waiting_sequence_delays_no_other_and_may_end() -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens("d", 1, finish="evicted")
@@ -437,7 +437,7 @@ def test_where_a_peer_has_ended_nothing_is_sent_before_another_process_is_up(tel
     for each in sequences:
         one.tokens(teller, each, finish="evicted", error=gone)
         assert finished(one) == [ended]
-        assert submitted(one) == one.told() == []
+        assert submitted(one) == one.delivered() == []
         assert not one.fleet.entries[each].refused
     one.lose(ended)
     assert submitted(one) == []
@@ -452,17 +452,17 @@ def test_a_prompt_that_ends_whoever_computes_it_is_not_computed_for_ever() -> No
     one = pairs("p", "d")
     ask(one, 1)
     for _ in range(MOST_LOSSES + 1):
-        assert not one.told()
+        assert not one.delivered()
         one.tokens("d", 1, finish="evicted", error=PeerEnded("lost").info())
         if 1 in one.fleet.entries:
             one.lose("p")
             one.up("p")
             one.wait(HEALTHY_S)
-    assert [error_of(event).code for event in one.told()] == ["engine_dead"]
+    assert [error_of(event).code for event in one.delivered()] == ["engine_dead"]
     over(one)
 
 
-def test_of_two_the_one_that_lives_gets_what_the_other_one_had() -> None:
+def test_the_live_prefill_instance_takes_over_from_the_dead_one() -> None:
     one = pairs("p", "q", "d")
     ask(one, 1)
     first = one.fleet.entries[1].sender
@@ -489,7 +489,7 @@ def test_a_sender_that_has_moved_is_lost_under_its_sequence_until_the_cache_has_
     assert (entry.losses, entry.attempt, one.fleet.failovers) == (1, 1, 1)
 
 
-def test_a_word_on_a_process_that_has_been_replaced_shuns_nobody() -> None:
+def test_reports_about_a_replaced_process_shun_no_instance() -> None:
     """The sender handed off the sequence and was replaced. The new process is up.
 
     The loss counts once, whichever report comes first.
@@ -508,17 +508,17 @@ def test_a_word_on_a_process_that_has_been_replaced_shuns_nobody() -> None:
 
 
 @pytest.mark.parametrize("who", ["p", "d"])
-def test_what_one_refuses_another_of_its_role_takes(who: str) -> None:
+def test_a_refused_part_goes_to_another_instance_of_the_role(who: str) -> None:
     other = {"p": "q", "d": "f"}[who]
     one = pairs("p", "d", other)
     ask(one, 1)
     chosen = next(name for name in one.fleet.entries[1].places if ROLES[name] == ROLES[who])
     one.refuse(chosen, 1)
-    assert one.told() == []
+    assert one.delivered() == []
     remaining = {who: other, other: who}[chosen]
     assert remaining in where(one)
     one.refuse(remaining, 1)
-    assert [error_of(event).http_status for event in one.told()] == [429]
+    assert [error_of(event).http_status for event in one.delivered()] == [429]
     assert len(finished(one)) == 1
     over(one)
 
@@ -529,7 +529,7 @@ def test_an_error_of_the_request_itself_ends_it_at_both(who: str) -> None:
     ask(one, 1)
     wrong = ErrorInfo(code="invalid_request", message="no", blame="client", http_status=400)
     one.tokens(who, 1, finish="error", error=wrong)
-    assert [error_of(event) for event in one.told()] == [wrong]
+    assert [error_of(event) for event in one.delivered()] == [wrong]
     assert finished(one) == ["d" if who == "p" else "p"]
     over(one)
 
@@ -538,7 +538,7 @@ def test_an_error_of_the_request_itself_ends_it_at_both(who: str) -> None:
 
 
 @pytest.mark.requirement("E16")
-def test_the_sender_is_lost_before_it_told_the_first_token() -> None:
+def test_the_sender_is_lost_before_its_first_token() -> None:
     one = pairs("p", "q", "d")
     ask(one, 1)
     one.lose("p")
@@ -551,7 +551,7 @@ def test_the_sender_is_lost_before_it_told_the_first_token() -> None:
 
 
 @pytest.mark.requirement("E16")
-def test_the_sender_is_lost_after_it_told_the_first_token() -> None:
+def test_the_sender_is_lost_after_its_first_token() -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens("p", 1, 7, position=0, finish="moved")
@@ -597,11 +597,11 @@ def test_a_stall_of_the_front_itself_takes_nothing_from_a_cache_that_is_to_land(
     rest(one, "d", 1)
 
 
-def test_the_sender_is_lost_and_the_decoder_had_told_the_first_token() -> None:
+def test_the_sender_is_lost_after_the_first_token_of_the_decode_instance() -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens("d", 1, 7, position=0)
-    assert one.told() == []
+    assert one.delivered() == []
     one.lose("p")
     assert said(one) == [((7,), None)]
     assert one.sent() == []
@@ -622,10 +622,10 @@ def test_the_sender_is_lost_with_prompt_logprobs(came: int) -> None:
         assert one.sent() == []
         rest(one, "d", 1)
         return
-    assert one.told() == []
+    assert one.delivered() == []
     assert (finished(one), where(one)) == (["d"], ["d", "q"])
     one.tokens("q", 1, 7, position=0, prompt_logprobs=columns(0, 2), finish="moved")
-    (event,) = one.told()
+    (event,) = one.delivered()
     assert event.prompt_logprobs is not None
     assert event.prompt_logprobs.arrays()[2].tolist() == [1]
 
@@ -638,7 +638,7 @@ def test_the_decoder_is_lost_before_the_cache_came() -> None:
     assert finished(one) == ["p"]
     assert [(name, submit.attempt) for name, submit in submitted(one)] == [("f", 1), ("p", 1)]
     one.tokens("p", 1, 7, position=0, finish="moved", attempt=0)
-    assert one.told() == []
+    assert one.delivered() == []
     one.tokens("p", 1, 7, position=0, finish="moved")
     rest(one, "f", 1)
 
@@ -664,7 +664,7 @@ def test_both_are_lost() -> None:
     one.lose("d")
     assert where(one) == ["f", "p"]
     one.lose("p")
-    assert (finished(one), where(one), one.told()) == (["f"], [], [])
+    assert (finished(one), where(one), one.delivered()) == (["f"], [], [])
     assert one.fleet.entries[1].losses == 2
     one.up("p")
     assert [(name, submit.attempt) for name, submit in submitted(one)] == [("f", 2), ("p", 2)]
@@ -688,10 +688,10 @@ def test_a_sequence_loses_only_so_many_instances() -> None:
     ask(one, 1)
     for _ in range(MOST_LOSSES):
         one.lose("d")
-        assert one.told() == []
+        assert one.delivered() == []
         one.up("d")
     one.lose("d")
-    assert [error_of(event).code for event in one.told()] == ["engine_dead"]
+    assert [error_of(event).code for event in one.delivered()] == ["engine_dead"]
     assert one.fleet.entries == {}
 
 
@@ -713,11 +713,11 @@ def test_a_client_that_leaves_frees_both(stage: str) -> None:
     assert sorted(finished(one)) == (["d", "p"] if stage in ("sent", "held") else ["d"])
     over(one)
     one.tokens("p", 1, 7, attempt=0, position=0)
-    assert one.told() == []
+    assert one.delivered() == []
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_who_is_not_read_leaves_both_and_starts_again_at_both(moved: bool) -> None:
+def test_a_paused_sequence_leaves_both_and_starts_again_at_both(moved: bool) -> None:
     one = pairs("p", "d")
     ask(one, 1)
     if moved:
@@ -731,7 +731,7 @@ def test_who_is_not_read_leaves_both_and_starts_again_at_both(moved: bool) -> No
     assert [(name, submit.attempt) for name, submit in submitted(one)] == [("d", 1), ("p", 1)]
     assert [ids(submit) for _, submit in submitted(one)] == [[7] if moved else []] * 2
     one.tokens("p", 1, 8 if moved else 7, position=int(moved), finish="moved")
-    assert len(one.told()) == 1
+    assert len(one.delivered()) == 1
 
 
 @pytest.mark.parametrize("name", ["p", "d"])
@@ -750,7 +750,7 @@ def test_closing_ends_at_both() -> None:
     ask(one, 1)
     one.on(e.Closing(shutdown=False))
     assert sorted(finished(one)) == ["d", "p"]
-    assert [error_of(event).code for event in one.told()] == ["unavailable"]
+    assert [error_of(event).code for event in one.delivered()] == ["unavailable"]
 
 
 # -- draining, half-open
@@ -836,15 +836,15 @@ def test_where_one_of_a_role_will_be_back_new_requests_wait_as_long_as_for_any(l
     assert submitted(one) == []
     assert ask(one, 2, request=2) == []
     one.wait(PATIENCE.recovery - 1)
-    assert one.told() == []
+    assert one.delivered() == []
     assert one.fleet.refusal() is None
     assert not one.fleet.table.alive
     one.wait(1)
     late = [2] if lost == "p" else [1, 2]
-    assert [(event.sequence, error_of(event).message) for event in one.told()] == [
+    assert [(event.sequence, error_of(event).message) for event in one.delivered()] == [
         (sequence, missing(role)) for sequence in late
     ]
-    assert error_of(one.told()[0]).http_status == 503
+    assert error_of(one.delivered()[0]).http_status == 503
     refusal = one.fleet.refusal()
     assert refusal is not None
     assert refusal.http_status == 503
@@ -858,7 +858,7 @@ def test_where_one_of_a_role_will_be_back_new_requests_wait_as_long_as_for_any(l
 
 
 @pytest.mark.parametrize("name", ["p", "d"])
-def test_a_planned_restart_of_the_only_one_of_a_role_refuses_nobody(name: str) -> None:
+def test_a_planned_restart_of_the_only_group_of_a_role_refuses_no_request(name: str) -> None:
     """The drain exceeds the time-out of a role. The successor loads for nearly the recovery time-out.
 
     The recovery time-out begins at the end of the draining process.
@@ -869,16 +869,16 @@ def test_a_planned_restart_of_the_only_one_of_a_role_refuses_nobody(name: str) -
     one.on(e.Draining(name))
     assert ask(one, 2, request=2) == []
     one.wait(PATIENCE.role + PATIENCE.recovery)  # a stream continues meanwhile
-    assert (one.told(), one.fleet.refusal()) == ([], None)
+    assert (one.delivered(), one.fleet.refusal()) == ([], None)
     one.tokens("d", 1, 8, position=1, finish="length")
     one.lose(name)
     one.wait(PATIENCE.recovery - 1)
-    assert (one.told(), one.fleet.refusal()) == ([], None)
+    assert (one.delivered(), one.fleet.refusal()) == ([], None)
     one.up(name)
     assert where(one) == ["d", "p"]
 
 
-def test_those_that_decode_prefill_while_the_one_that_prefills_drains() -> None:
+def test_decode_instances_prefill_while_the_prefill_instance_drains() -> None:
     one = pairs("p", "d")
     one.on(e.Draining("p"))
     assert ask(one, 1) == []
@@ -896,21 +896,21 @@ def test_where_none_will_be_back_new_requests_wait_for_a_role_alone() -> None:
     one.on(e.Retired("p", DIED))
     assert one.fleet.failure is None
     one.wait(PATIENCE.role)
-    assert [error_of(event).message for event in one.told()] == [UNFIT]
+    assert [error_of(event).message for event in one.delivered()] == [UNFIT]
 
 
 @pytest.mark.requirement("E13")
-def test_who_has_begun_waits_for_a_role_only_so_long() -> None:
+def test_begun_sequences_wait_for_a_role_with_a_limit() -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.lose("d")
     one.wait(PATIENCE.recovery - 1)
     assert list(one.fleet.entries) == [1]
     one.wait(1)
-    assert [error_of(event).message for event in one.told()] == [missing("decode")]
+    assert [error_of(event).message for event in one.delivered()] == [missing("decode")]
 
 
-def test_where_nobody_is_up_all_wait_for_any() -> None:
+def test_without_any_instance_sequences_wait_for_any_role() -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.lose("p")
@@ -918,7 +918,7 @@ def test_where_nobody_is_up_all_wait_for_any() -> None:
     one.wait(PATIENCE.recovery - 1)
     assert list(one.fleet.entries) == [1]
     one.wait(1)
-    assert [error_of(event).message for event in one.told()] == [LATE]
+    assert [error_of(event).message for event in one.delivered()] == [LATE]
 
 
 def test_a_front_that_joins_is_not_ready_with_one_role_alone() -> None:
@@ -942,7 +942,7 @@ def test_the_fleet_is_over_when_a_role_is_gone_for_good() -> None:
     one.lose("d")
     one.on(e.Retired("d", DIED))
     assert one.of(e.Failed) == [e.Failed(DIED)]
-    assert [error_of(event).code for event in one.told()] == ["engine_dead"]
+    assert [error_of(event).code for event in one.delivered()] == ["engine_dead"]
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -972,13 +972,13 @@ def test_a_group_that_is_lost_in_place_counts_as_a_loss_of_those_that_ran() -> N
 
 
 @pytest.mark.parametrize("names", ["pd", "p", "apd"])
-def test_what_ends_with_its_prompt_goes_to_one_that_prefills(names: str) -> None:
+def test_embedding_requests_go_to_a_prefill_instance(names: str) -> None:
     """Such sequences have no transfer, with or without a decode instance."""
     one = pairs(*names)
     ((name, submit),) = ask(one, 5, pooling="mean")
     assert (name, submit.transfer, submit.pooling) == ("p", None, "mean")
     one.say(name, m.Tokens(step=1, events=(m.TokenEvent(sequence=5, embedding=b"1234", finish="stop"),)))
-    (event,) = one.told()
+    (event,) = one.delivered()
     assert (event.embedding, event.finish) == (b"1234", "stop")
     over(one)
 

@@ -30,7 +30,7 @@ class Engine:
         return self.followed
 
 
-def test_who_asks_gets_all_and_then_what_changes_at_one_number_with_the_others() -> None:
+def test_a_new_watcher_gets_the_whole_index_and_then_changes() -> None:
     log = PrefixLog([A])
     engine = Engine(log)
     reports = PrefixReports(engine)
@@ -48,10 +48,12 @@ def test_who_asks_gets_all_and_then_what_changes_at_one_number_with_the_others()
     assert {front for front, _ in reports.changes()} == {b"one", b"other"}
     reports.forget(b"one")
     log.remove(C)
-    assert [(front, told.number, told.removed) for front, told in reports.changes()] == [(b"other", 3, C)]
+    assert [(front, report.number, report.removed) for front, report in reports.changes()] == [
+        (b"other", 3, C)
+    ]
 
 
-def test_an_engine_without_a_prefix_cache_tells_nothing() -> None:
+def test_an_engine_without_a_prefix_cache_reports_no_prefixes() -> None:
     reports = PrefixReports(Engine(None))
     assert reports.watch(b"one") == []
     assert reports.changes() == []
@@ -115,7 +117,7 @@ def test_a_prompt_goes_where_it_is_cached_though_this_front_never_sent_it_there(
     assert driver.fleet.router.decisions == {"exact": 1, "degraded": 0, "fallback": 0}
 
 
-def test_what_was_evicted_no_longer_counts_though_this_front_sent_it_there() -> None:
+def test_evicted_prefixes_no_longer_count() -> None:
     driver = fleet()
     assert ask(driver, 1) == "a"
     driver.tokens("a", 1, 5, finish="length")
@@ -126,7 +128,7 @@ def test_what_was_evicted_no_longer_counts_though_this_front_sent_it_there() -> 
     assert ask(driver, 3) == "b", "of equal loads the one chosen least often"
 
 
-def test_what_was_sent_and_never_cached_is_forgotten_when_the_engine_is_idle() -> None:
+def test_uncached_prefixes_are_forgotten_when_the_engine_is_idle() -> None:
     driver = fleet()
     assert ask(driver, 1) == "a"
     driver.on(e.Closed((1,)))  # before the prompt was computed
@@ -134,7 +136,7 @@ def test_what_was_sent_and_never_cached_is_forgotten_when_the_engine_is_idle() -
     assert ask(driver, 2) == "b"
 
 
-def test_what_is_still_to_be_computed_there_is_not() -> None:
+def test_prefixes_still_to_be_computed_are_not_forgotten() -> None:
     """An idle engine may have sequences as well: blocked ones, and ones in flight."""
     driver = fleet()
     long = m.ids_to_bytes(list(range(2000)))

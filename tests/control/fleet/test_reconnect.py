@@ -35,9 +35,9 @@ def test_a_front_greets_again_and_goes_on_from_the_tokens_that_came() -> None:
     assert (one.fleet.failovers, one.fleet.table.restarts, one.fleet.entries[1].losses) == (0, 0, 0)
     assert one.fleet.table.instances["a"].open.keys() == {1}
     one.tokens("a", 1, 8, attempt=attempt)
-    assert (one.told(), one.fleet.late_events) == ([], 1)  # of the connection that broke
+    assert (one.delivered(), one.fleet.late_events) == ([], 1)  # of the connection that broke
     one.tokens("a", 1, 8, finish="stop")
-    assert [event.token_ids for event in one.told()] == [(8,)]
+    assert [event.token_ids for event in one.delivered()] == [(8,)]
 
 
 def test_an_engine_that_loads_is_greeted_again_and_has_as_long_as_before() -> None:
@@ -67,12 +67,12 @@ def test_the_refusal_of_an_engine_that_was_not_greeted_reaches_no_reader() -> No
     one.open(1, 2)
     one.tokens("a", 1, 7)
     one.tokens("a", 2, finish="error", error=NotGreeted("Hello must be the first message").info())
-    assert one.told() == []
+    assert one.delivered() == []
     greeting, *again = one.sent()
     assert greeting == HELLO
     assert sorted(map(ids, again)) == [[], [7]]
     one.tokens("a", 2, attempt=0, finish="error", error=NotGreeted("Hello must be the first message").info())
-    assert (one.told(), one.sent()) == ([], [])  # both were on their way
+    assert (one.delivered(), one.sent()) == ([], [])  # both were on their way
 
 
 def test_a_pair_begins_again_when_one_connection_was_lost() -> None:

@@ -85,7 +85,7 @@ def test_a_lost_group_of_a_role_that_others_left_is_no_vacancy() -> None:
     assert driver.fleet.refusal() is not None
 
 
-def test_nobody_waits_without_end() -> None:
+def test_waiting_sequences_have_a_deadline() -> None:
     driver = emptied()
     assert driver.open(1) is None
     assert driver.fleet.next_deadline() < math.inf

@@ -18,7 +18,7 @@ def test_new_attempts_wait_for_the_newest_weights() -> None:
     driver.say(first, WeightsChanged(version=1))
     assert driver.fleet.entries[2].places.keys() == {first}
     driver.tokens(first, 1, 7)
-    versions = [event.weights for event in driver.told() if event.sequence == 1 and event.token_ids]
+    versions = [event.weights for event in driver.delivered() if event.sequence == 1 and event.token_ids]
     assert versions[-1] == 1
     # The other instance still has the old weights, so a stream of a lost instance waits.
     driver.lose(first)

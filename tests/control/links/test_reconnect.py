@@ -136,7 +136,7 @@ def test_new_requests_go_to_an_engine_that_can_be_reached() -> None:
     over_tcp(work, engines=2)
 
 
-def test_a_connection_that_carries_nothing_any_more_is_made_anew() -> None:
+def test_a_dead_connection_is_replaced() -> None:
     """Half-open connection: a router has dropped its state silently."""
 
     async def work(links: Links, owner: RemoteOwner, proxies: list[TcpProxy]) -> None:

@@ -22,7 +22,7 @@ class Answering:
 
     def __init__(self, answers: dict[str, ErrorInfo | None]) -> None:
         self.answers = answers
-        self.told: list[tuple[str, str]] = []
+        self.delivered: list[tuple[str, str]] = []
         self.instances = [
             SimpleNamespace(name=name, alive=True, welcome=SimpleNamespace(max_loras=places), adapters={})
             for name, places in (("one", 1), ("two", 1), ("encode", 0))
@@ -35,7 +35,7 @@ class Answering:
         pass
 
     def tell(self, name: str, message: LoadAdapter) -> None:
-        self.told.append((name, message.digest))
+        self.delivered.append((name, message.digest))
         found = next(one for one in self.instances if one.name == name)
         if message.digest in self.answers:
             found.adapters[message.digest] = self.answers[message.digest]
@@ -53,7 +53,7 @@ def answering(request: pytest.FixtureRequest) -> Iterator[tuple[LinksThread, Ans
 def test_all_processes_with_places(answering: tuple[LinksThread, Answering]) -> None:
     thread, links = answering
     thread.load_adapters(MESSAGES, 5.0)
-    assert links.told == [("one", "a"), ("one", "b"), ("two", "a"), ("two", "b")]
+    assert links.delivered == [("one", "a"), ("one", "b"), ("two", "a"), ("two", "b")]
 
 
 REFUSED = InvalidRequest("the folder has other content").info()

@@ -101,7 +101,7 @@ def test_a_growing_load_adds_groups_at_once_and_a_calm_one_removes_them_one_by_o
     assert server.run(1000, 0.0) == [], "the last group stays"
 
 
-def test_noise_moves_nothing() -> None:
+def test_random_arrivals_near_a_border_scale_rarely() -> None:
     """An hour of independent arrivals near the border between two numbers of groups."""
     border = next(rate / 20 for rate in range(1, 200) if needed(rate / 20) > 2)
     for factor in (0.95, 1.05):
@@ -213,7 +213,7 @@ def test_measured_token_times_scale_the_cost_model() -> None:
     assert f"{server.planner.slowness:.0f}" in "23456"
 
 
-def test_an_action_says_its_numbers() -> None:
+def test_an_action_names_its_numbers() -> None:
     server = Server()
     server.run(120, 1.4)
     server.run(60, 2.4)

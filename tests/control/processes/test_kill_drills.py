@@ -43,7 +43,7 @@ def insistent(server: Any) -> httpx.Response:
 @pytest.mark.slow
 @pytest.mark.requirement("E35")
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.grid)])
-def test_whatever_is_killed_nothing_is_lost(start_weft: Any, tensor: int) -> None:
+def test_a_killed_process_of_any_role_loses_no_stream(start_weft: Any, tensor: int) -> None:
     """An API server, an engine or a worker dies: streams of other processes complete with the same tokens."""
     server = start_weft(*FLAGS, "--tensor-parallel-size", str(tensor))
     server.http.timeout = PATIENCE
@@ -116,7 +116,7 @@ def until_ready(link: socket.socket) -> bool:
     """Return True once the API server reports ready; False if the link closes or after PATIENCE."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        heard = channel.hear(link)
+        heard = channel.receive(link)
         if heard is None:
             return False
         if any(isinstance(message, channel.FrontReady) for message in heard):

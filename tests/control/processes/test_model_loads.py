@@ -49,7 +49,7 @@ def test_a_model_without_engines_is_unloaded_although_no_api_server_is_connected
     table, processes = SharedTable([ModelFacts("a", 1)]), Processes()
     loads = ModelLoads(table, {"a": processes})  # type: ignore[dict-item]
     loads.command(channel.ModelAsked("a", "load", 0))
-    loads.hear("0/1", channel.ModelReady(channel.Load("a", 1)))
+    loads.report("0/1", channel.ModelReady(channel.Load("a", 1)))
     assert table.admits("a")
     assert [record.load for record in loads.engine_records()] == [1]
     processes.started[0].status = -9
@@ -64,7 +64,7 @@ def test_a_model_without_engines_is_unloaded_although_no_api_server_is_connected
     assert processes.closed == 1
     assert loads.engine_records() == []
     # Reports about the load that has ended
-    loads.hear("0/1", channel.ModelReady(channel.Load("a", 1)))
+    loads.report("0/1", channel.ModelReady(channel.Load("a", 1)))
     loads.lost(channel.EngineLost("0", 1, EngineDead("gone").info(), channel.Load("a", 1)))
     assert table.entries["a"].state is ModelState.COLD
     assert len(processes.started) == 1

@@ -48,7 +48,7 @@ def test_it_is_replaced_as_a_whole_and_only_its_owner_reads_it(tmp_path: Path) -
     assert reader.read().of("head") == [engine(2)]
 
 
-def test_what_a_front_sees_of_engines(tmp_path: Path) -> None:
+def test_the_registry_as_seen_by_an_api_server(tmp_path: Path) -> None:
     lost: list[tuple[str, int]] = []
     owner = RegistryOwner(
         RegistryReader(tmp_path),
@@ -82,24 +82,24 @@ def test_two_groups_in_one_folder_share_no_name(tmp_path: Path) -> None:
 
 def test_a_front_and_its_supervisor_hear_each_other() -> None:
     ours, theirs = channel.channel()
-    told: list[str] = []
+    delivered: list[str] = []
 
     async def front() -> None:
         link = channel.SupervisorLink(theirs, serving=False)
-        link.attach(lambda: told.append("drain"), lambda: told.append("stop"))
+        link.attach(lambda: delivered.append("drain"), lambda: delivered.append("stop"))
         link.ready()
         channel.LoadLink(link).report("0", 7, EngineDead("gone"))
         channel.tell(ours, "drain")
         channel.tell(ours, "stop")
         async with asyncio.timeout(deadline(30)):
-            while told != ["drain", "stop"]:
+            while delivered != ["drain", "stop"]:
                 await asyncio.sleep(0.01)
-        heard = channel.hear(ours)
+        heard = channel.receive(ours)
         lost = channel.EngineLost("0", 7, EngineDead("gone").info())
         assert heard == [channel.FrontAlive(), channel.FrontReady(), lost]
         ours.close()
         async with asyncio.timeout(deadline(30)):
-            while told != ["drain", "stop", "stop"]:  # the supervisor is gone
+            while delivered != ["drain", "stop", "stop"]:  # the supervisor is gone
                 await asyncio.sleep(0.01)
 
     asyncio.run(front())
@@ -108,9 +108,9 @@ def test_a_front_and_its_supervisor_hear_each_other() -> None:
 
 def test_a_front_that_is_gone_is_seen() -> None:
     ours, theirs = channel.channel()
-    assert channel.hear(ours) == []
+    assert channel.receive(ours) == []
     theirs.close()
-    assert channel.hear(ours) is None
+    assert channel.receive(ours) is None
     channel.tell(ours, "drain")
     ours.close()
 
@@ -122,7 +122,7 @@ def test_a_command_waits_for_the_verdict(monkeypatch: pytest.MonkeyPatch) -> Non
     async def asked(count: int) -> list[int]:
         numbers: list[int] = []
         while len(numbers) < count:
-            heard = channel.hear(ours) or ()
+            heard = channel.receive(ours) or ()
             numbers += [message.request for message in heard if isinstance(message, channel.Command)]
             await asyncio.sleep(0.01)
         return numbers

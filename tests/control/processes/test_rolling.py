@@ -117,7 +117,7 @@ def test_it_ends_where_one_does_not_come_back() -> None:
     assert not table.entries["1"].draining
 
 
-def test_what_an_engine_said_before_fronts_knew_that_it_drains_proves_nothing() -> None:
+def test_reports_of_before_the_drain_do_not_prove_an_idle_engine() -> None:
     table, rolling = made(["0"])
     rolling.begin()
     answer(table, rolling)
@@ -130,7 +130,7 @@ def test_what_an_engine_said_before_fronts_knew_that_it_drains_proves_nothing() 
     assert rolling.tick(1.0 + 3 * SETTLE_S) == [Quit("0", 1)]
 
 
-def test_of_an_expert_group_that_does_not_come_back_nobody_drains_for_ever() -> None:
+def test_a_drain_ends_if_the_expert_group_does_not_come_back() -> None:
     table, rolling = made({"0": Member("all", "g"), "1": Member("all", "g")})
     rolling.begin()
     answer(table, rolling)
@@ -202,7 +202,7 @@ def test_a_restart_waits_for_no_stream_that_no_engine_has() -> None:
     assert rolling.tick(1.0 + SETTLE_S) == [Quit("0", 1)]
 
 
-def test_a_restart_that_waits_says_for_whom(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_waiting_restart_names_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     """Once, and not before the process had time to answer."""
     _, rolling = made(["0", "1"])
     rolling.begin()
@@ -313,7 +313,7 @@ def test_where_the_server_ends_those_that_drain_for_a_switch_take_work_again() -
     assert rolling.tick(5.0) == []
 
 
-def test_where_the_server_ends_who_is_told_to_end_is_replaced() -> None:
+def test_a_process_ended_by_the_server_is_replaced() -> None:
     """The next process answers the requests that wait. Engines that were not drained yet stay."""
     table, rolling = made(["0", "1"])
     rolling.begin()

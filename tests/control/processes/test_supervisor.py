@@ -96,7 +96,7 @@ def test_without_an_engine_fronts_end_by_themselves_and_then_the_server() -> Non
     assert made.on(s.ProcessEnded("front", "1", 1, 1), 3.0) == [s.Exit(1)]
 
 
-def test_of_engines_that_need_each_other_none_is_left_alone() -> None:
+def test_engines_of_an_expert_group_are_retired_together() -> None:
     made = serving(engines=2, restarts=0, together=True)
     made.on(s.ProcessEnded("head", "0", 1, -9), 2.0)
     assert [entry.state for entry in made.engines.entries.values()] == [ProcessState.RETIRED] * 2
@@ -209,7 +209,7 @@ def test_one_that_dies_again_and_again_is_started_later_and_later() -> None:
     assert table.tick(now + 100.0) == []
 
 
-def test_who_waits_while_the_server_ends_is_not_waited_for() -> None:
+def test_a_process_that_waits_for_its_restart_does_not_delay_the_end() -> None:
     made = serving()
     for incarnation in (1, 2, 3):
         made.on(s.ProcessEnded("front", "0", incarnation, 1), 2.0)
@@ -236,7 +236,7 @@ def test_groups_have_budgets_of_their_own() -> None:
     assert table.lose("prefill0", 1, GONE, 4.0)[1:] == [Start("head", "prefill0", 2)]
 
 
-def test_what_is_left_ends_when_it_serves_nothing() -> None:
+def test_remaining_groups_end_if_they_cannot_serve() -> None:
     table = groups()
     assert table.lose("decode0", 1, GONE, 1.0) == [Kill("head", "decode0", 1)]
     assert not table.over
@@ -263,7 +263,7 @@ def test_a_retired_group_is_revived_with_a_new_budget() -> None:
     assert table.revive("decode0", 6.0) == []  # the server ends
 
 
-def test_those_that_need_each_other_are_revived_together() -> None:
+def test_engines_of_an_expert_group_are_revived_together() -> None:
     members = {
         name: Member(expert_group, name[0]) for name, expert_group in [("a0", "a"), ("a1", "a"), ("b", "")]
     }
@@ -274,7 +274,7 @@ def test_those_that_need_each_other_are_revived_together() -> None:
         assert table.revive(name, 2.0) == [Start("head", "a0", 2), Start("head", "a1", 2)]
 
 
-def test_who_can_be_revived_is_said_by_name() -> None:
+def test_names_of_engines_to_revive() -> None:
     members = {"prefill0": Member(group="prefill0"), "d.0": Member(group="d"), "d.1": Member(group="d")}
     assert to_revive("d", members, ["d.1"]) == ["d.1"]
     assert to_revive("d.1", members, ["d.0", "d.1"]) == ["d.1"]

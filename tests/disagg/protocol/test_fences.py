@@ -21,7 +21,7 @@ def test_a_peer_that_has_answered_is_not_revoked(proof: str) -> None:
     out = sender()
     out.on(ev.Cancel(KEY, ERROR), 1.0)
     events: dict[str, ev.SenderEvent] = {
-        "Fenced": ev.Heard(D, r.Fenced(key=KEY)),
+        "Fenced": ev.PeerMessage(D, r.Fenced(key=KEY)),
         "PeerLost": ev.PeerLost(D),
         "Revoked": ev.Revoked(KEY),
     }
@@ -67,8 +67,8 @@ def test_a_rank_that_is_gone_before_the_transfer_is_bound_fails_it(back: bool) -
     for event in (ev.RankGone(1), ev.RankBack(1))[: 1 + back]:
         assert out.on(event, 0.0) == into.on(event, 0.0) == []
     out.on(ev.Offer(OFFER), 0.0)
-    into.on(ev.Heard(P, OFFER), 0.0)
-    bound, reserved = names(out.on(ev.Heard(D, BOUND), 0.0)), names(into.on(ev.Reserve(BOUND), 0.0))
+    into.on(ev.PeerMessage(P, OFFER), 0.0)
+    bound, reserved = names(out.on(ev.PeerMessage(D, BOUND), 0.0)), names(into.on(ev.Reserve(BOUND), 0.0))
     if back:
         assert (bound, reserved) == (["Push", "TransferBound"], ["Expect", "Bound"])
         return
@@ -76,7 +76,7 @@ def test_a_rank_that_is_gone_before_the_transfer_is_bound_fails_it(back: bool) -
     assert names(into.on(ev.RankStopped(KEY, 0), 0.0)) == ["TransferFreed"]
 
 
-def test_what_a_stranger_ends_is_bounded_in_bytes() -> None:
+def test_tombstones_of_unknown_transfers_are_bounded_in_bytes() -> None:
     known = Tombstones[str](100.0, most=1000)
     known.add(KEY, "ours", 0.0)
     for number in range(50):
@@ -94,21 +94,21 @@ def test_what_a_stranger_ends_is_bounded_in_bytes() -> None:
     assert not known._bytes
 
 
-def test_the_senders_own_prefix_hit_is_told_to_its_ranks() -> None:
+def test_the_senders_prefix_hit_is_sent_to_its_ranks() -> None:
     out = sender("new")
     out.on(ev.Offer(OFFER, 6), 0.0)
-    assert out.on(ev.Heard(D, BOUND), 0.0)[0] == ev.Push(KEY, OFFER, BOUND, 6)
+    assert out.on(ev.PeerMessage(D, BOUND), 0.0)[0] == ev.Push(KEY, OFFER, BOUND, 6)
 
 
-def test_ranks_that_do_not_say_that_they_stopped_are_told_again() -> None:
+def test_stops_are_repeated_to_ranks_without_a_report() -> None:
     """The request or the answer may have been lost with a connection, and no step shows the loss."""
     into = TransferReceiver(GROUP.dims, patience=PATIENCE)
     into.on(ev.Open(KEY, P, 1000.0), 0.0)
-    into.on(ev.Heard(P, OFFER), 0.0)
+    into.on(ev.PeerMessage(P, OFFER), 0.0)
     into.on(ev.Reserve(BOUND), 0.0)
     into.on(ev.Cancel(KEY, ERROR), 10.0)
     into.on(ev.RankStopped(KEY, 0), 10.0)
-    into.on(ev.Heard(P, r.Fenced(key=KEY)), 10.0)
+    into.on(ev.PeerMessage(P, r.Fenced(key=KEY)), 10.0)
     told = []
     now = 10.0
     while len(told) < 3:

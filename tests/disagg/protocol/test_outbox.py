@@ -53,7 +53,7 @@ def test_peers_that_answer_nothing_leave_slots_for_others() -> None:
         box.ended("d", KEY, number)
 
 
-def test_what_was_cancelled_is_not_sent_and_its_memory_is_read_until_the_copy_has_ended() -> None:
+def test_cancelled_writes_are_not_sent_and_begun_copies_end() -> None:
     box = Outbox(8)
     for number in range(3):
         box.put(write(number))

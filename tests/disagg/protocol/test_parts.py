@@ -298,7 +298,7 @@ class TestPushes:
             assert len(out) == out.under_way == 0
 
     @pytest.mark.parametrize("bound_after", range(5))
-    def test_what_is_told_twice_is_pushed_once(self, bound_after: int) -> None:
+    def test_spans_reported_twice_are_pushed_once(self, bound_after: int) -> None:
         out = self.pushes()
         events: list[p.Event] = [p.Computed(KEY, (layer,), 0, end) for end in (13, 20) for layer in (1, 2)]
         events.insert(bound_after, p.Begin(KEY, {"peer": self.plan()}, 20))
@@ -345,7 +345,7 @@ class TestPushes:
             for low in range(21):
                 assert all(have.has(low, high) == (set(range(low, high)) <= want) for high in range(low, 21))
 
-    def test_what_is_computed_of_a_stopped_transfer_is_not_kept(self) -> None:
+    def test_computed_spans_of_a_stopped_transfer_are_dropped(self) -> None:
         out = self.pushes()
         for number in range(p.MOST_STOPPED + 10):
             out.on(p.PushStopped(TransferKey(100 + number, 0, 1)))

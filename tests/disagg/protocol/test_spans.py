@@ -239,7 +239,7 @@ class TestCoverage:
         [(1, [[0, 1]]), (0, [[9, 2]]), (0, [[10, 21]]), (0, [[29, 2]]), (0, [[40, 1]]), (0, [[-1, 3]]),
          (0, [[10, 0]]), (0, [[10, 1 << 62]]), (2, [[0, 8], [8, 1]]), (0, [[(1 << 63) - 1, 5]])],
     )  # fmt: skip
-    def test_what_does_not_belong_is_refused(self, region: int, spans: list[list[int]]) -> None:
+    def test_spans_outside_the_transfer_are_refused(self, region: int, spans: list[list[int]]) -> None:
         with pytest.raises(BadSpans):
             self.make().check(region, np.array(spans, np.int64))
 

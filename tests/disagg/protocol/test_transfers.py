@@ -137,7 +137,7 @@ def sender(state: str = "active", fence: FenceBy = "copy") -> TransferSender:
     if state == "new":
         return transfers
     transfers.on(ev.Offer(OFFER), 0.0)
-    transfers.on(ev.Heard(D, BOUND), 0.0)
+    transfers.on(ev.PeerMessage(D, BOUND), 0.0)
     if state == "active":
         transfers.on(ev.RankReport(KEY, 0, Outcome.pending), 0.0)
     return transfers
@@ -148,7 +148,7 @@ def receiver(state: str = "active", fence: FenceBy = "copy") -> TransferReceiver
     transfers.on(ev.Open(KEY, P, 30.0), 0.0)
     if state == "new":
         return transfers
-    transfers.on(ev.Heard(P, OFFER), 0.0)
+    transfers.on(ev.PeerMessage(P, OFFER), 0.0)
     transfers.on(ev.Reserve(BOUND), 0.0)
     if state == "active":
         transfers.on(ev.RankReport(KEY, 0, Outcome.pending), 0.0)
@@ -160,22 +160,22 @@ def test_a_transfer_from_beginning_to_end() -> None:
     assert out.on(ev.Open(KEY, D, 30.0), 0.0) == []
     assert into.on(ev.Open(KEY, P, 30.0), 0.0) == []
     assert names(out.on(ev.Offer(OFFER), 0.0)) == ["Admitted"]
-    assert names(into.on(ev.Heard(P, OFFER), 0.0)) == ["TransferWanted"]
+    assert names(into.on(ev.PeerMessage(P, OFFER), 0.0)) == ["TransferWanted"]
     assert names(into.on(ev.Reserve(BOUND), 0.0)) == ["Expect", "Bound"]
-    assert names(out.on(ev.Heard(D, BOUND), 0.0)) == ["Push", "TransferBound"]
+    assert names(out.on(ev.PeerMessage(D, BOUND), 0.0)) == ["Push", "TransferBound"]
     assert out.state(KEY) is State.bound
     assert out.on(ev.RankReport(KEY, 0, Outcome.pending), 0.0) == []
     assert out.state(KEY) is State.active
     (said,) = out.on(ev.Finished(FIRST), 0.0)
     assert isinstance(said, ev.SendToPeer)
-    assert into.on(ev.Heard(P, said.message), 0.0) == []
+    assert into.on(ev.PeerMessage(P, said.message), 0.0) == []
     assert into.on(ev.RankReport(KEY, 0, Outcome.done), 0.0) == []
     assert names(into.on(ev.RankReport(KEY, 1, Outcome.done), 0.0)) == [
         "StopRanks",
         "TransferReceived",
         "AllReceived",
     ]
-    assert names(out.on(ev.Heard(D, r.AllReceived(key=KEY)), 0.0)) == ["StopRanks", "TransferReceived"]
+    assert names(out.on(ev.PeerMessage(D, r.AllReceived(key=KEY)), 0.0)) == ["StopRanks", "TransferReceived"]
     assert (out.state(KEY), into.state(KEY)) == (State.done, State.done)
     assert (len(out), len(into)) == (0, 0)
 
@@ -183,7 +183,7 @@ def test_a_transfer_from_beginning_to_end() -> None:
 @pytest.mark.requirement("E7")
 def test_all_ranks_must_have_received_and_failure_wins() -> None:
     into = receiver()
-    into.on(ev.Heard(P, sealed(FIRST)), 0.0)
+    into.on(ev.PeerMessage(P, sealed(FIRST)), 0.0)
     for _ in range(3):
         assert into.on(ev.RankReport(KEY, 0, Outcome.done), 0.0) == []
     actions = into.on(ev.RankReport(KEY, 1, Outcome.failed, ERROR), 0.0)
@@ -197,7 +197,7 @@ def test_bytes_without_metadata_are_not_received_and_wrong_metadata_fail() -> No
     for rank in (0, 1):
         assert into.on(ev.RankReport(KEY, rank, Outcome.done), 0.0) == []
     other = msgspec.structs.replace(sealed(FIRST), first=(r.FirstToken(0, 43),))
-    assert "TransferFailed" in names(into.on(ev.Heard(P, other), 0.0))
+    assert "TransferFailed" in names(into.on(ev.PeerMessage(P, other), 0.0))
     assert intact(sealed(FIRST))
     assert not intact(msgspec.structs.replace(sealed(FIRST), key=KEY._replace(attempt=1)))
 
@@ -214,26 +214,26 @@ def test_a_deadline_fails_both_sides_at_once_and_frees_nothing() -> None:
     assert out.state(KEY) is State.failing
     for rank in (0, 1):
         assert out.on(ev.RankStopped(KEY, rank), 10_000.0) == []
-    assert names(out.on(ev.Heard(D, r.Fenced(key=KEY)), 10_000.0)) == ["TransferFreed"]
+    assert names(out.on(ev.PeerMessage(D, r.Fenced(key=KEY)), 10_000.0)) == ["TransferFreed"]
 
 
 @pytest.mark.requirement("E8")
 @pytest.mark.parametrize("proof", ["Fenced", "PeerLost", "Revoked"])
-def test_what_frees_memory_that_a_peer_could_touch(proof: str) -> None:
+def test_events_that_free_memory_of_a_silent_peer(proof: str) -> None:
     transfers: list[tuple[Any, Peer]] = [(sender(), D), (receiver(fence="rekey"), P)]
     for side, peer in transfers:
         side.on(ev.Cancel(KEY, ERROR), 1.0)
         for rank in (0, 1):
             assert "TransferFreed" not in names(side.on(ev.RankStopped(KEY, rank), 1.0))
         event = {
-            "Fenced": ev.Heard(peer, r.Fenced(key=KEY)),
+            "Fenced": ev.PeerMessage(peer, r.Fenced(key=KEY)),
             "PeerLost": ev.PeerLost(peer),
             "Revoked": ev.Revoked(KEY),
         }[proof]
         assert names(side.on(event, 2.0)) == ["TransferFreed"]
 
 
-def test_who_copies_itself_needs_nobodys_word() -> None:
+def test_a_receiver_with_own_copies_needs_no_fence() -> None:
     into = receiver()
     into.on(ev.Cancel(KEY, ERROR), 1.0)
     assert into.on(ev.RankStopped(KEY, 0), 1.0) == []
@@ -260,10 +260,10 @@ def test_messages_are_repeated_until_they_are_answered() -> None:
     out.on(ev.Open(KEY, D, 30.0), 0.0)
     out.on(ev.Offer(OFFER), 0.0)
     assert names(out.on(ev.TransferTick(), 0.5)) == ["Admitted"]
-    assert out.on(ev.Heard(D, r.Later(key=KEY, seconds=4.0)), 0.6) == []
+    assert out.on(ev.PeerMessage(D, r.Later(key=KEY, seconds=4.0)), 0.6) == []
     assert out.on(ev.TransferTick(), 2.0) == []
     assert names(out.on(ev.TransferTick(), 4.7)) == ["Admitted"]
-    out.on(ev.Heard(D, BOUND), 5.0)
+    out.on(ev.PeerMessage(D, BOUND), 5.0)
     assert out.on(ev.TransferTick(), 6.0) == []
     out.on(ev.Finished(FIRST), 6.0)
     assert names(out.on(ev.TransferTick(), 6.5)) == ["Metadata"]
@@ -271,49 +271,49 @@ def test_messages_are_repeated_until_they_are_answered() -> None:
 
 def test_repeated_messages_get_the_same_answers() -> None:
     into = receiver()
-    assert names(into.on(ev.Heard(P, OFFER), 1.0)) == ["Bound"]
-    into.on(ev.Heard(P, sealed(FIRST)), 1.0)
+    assert names(into.on(ev.PeerMessage(P, OFFER), 1.0)) == ["Bound"]
+    into.on(ev.PeerMessage(P, sealed(FIRST)), 1.0)
     for rank in (0, 1):
         into.on(ev.RankReport(KEY, rank, Outcome.done), 1.0)
     for message in (OFFER, sealed(FIRST)):
-        assert names(into.on(ev.Heard(P, message), 2.0)) == ["AllReceived"]
+        assert names(into.on(ev.PeerMessage(P, message), 2.0)) == ["AllReceived"]
     assert into.on(ev.Open(KEY, P, 30.0), 2.0) == []
 
 
 def test_an_offer_before_its_submit_is_parked_and_flushed() -> None:
     into = TransferReceiver(GROUP.dims, patience=PATIENCE)
-    assert into.on(ev.Heard(P, OFFER), 0.0) == []
-    assert into.on(ev.Heard(P, OFFER), 0.1) == []
+    assert into.on(ev.PeerMessage(P, OFFER), 0.0) == []
+    assert into.on(ev.PeerMessage(P, OFFER), 0.1) == []
     assert into.parked == 1
     assert names(into.on(ev.Open(KEY, P, 30.0), 0.2)) == ["TransferWanted"]
     assert into.parked == 0
     small = TransferReceiver(GROUP.dims, patience=PATIENCE, parked_bytes=10)
-    assert names(small.on(ev.Heard(P, OFFER), 0.0)) == ["Later"]
-    into.on(ev.Heard(P, msgspec.structs.replace(OFFER, key=TransferKey(8, 0, 1))), 0.0)
+    assert names(small.on(ev.PeerMessage(P, OFFER), 0.0)) == ["Later"]
+    into.on(ev.PeerMessage(P, msgspec.structs.replace(OFFER, key=TransferKey(8, 0, 1))), 0.0)
     into.on(ev.TransferTick(), PATIENCE.bind + 1)
     assert into.parked == 0
 
 
 def test_a_fence_before_its_submit_ends_the_transfer() -> None:
     into = TransferReceiver(GROUP.dims, patience=PATIENCE)
-    assert names(into.on(ev.Heard(P, r.Fence(key=KEY, error=ERROR)), 0.0)) == ["Fenced"]
+    assert names(into.on(ev.PeerMessage(P, r.Fence(key=KEY, error=ERROR)), 0.0)) == ["Fenced"]
     assert names(into.on(ev.Open(KEY, P, 30.0), 1.0)) == ["TransferFailed", "TransferFreed"]
 
 
 def test_refusals_end_the_transfer_on_both_sides() -> None:
     into, out = receiver("new"), sender("new")
     out.on(ev.Offer(OFFER), 0.0)
-    into.on(ev.Heard(P, OFFER), 0.0)
+    into.on(ev.PeerMessage(P, OFFER), 0.0)
     actions = into.on(ev.Refuse(KEY, ERROR), 0.0)
     assert names(actions) == ["Refused", "TransferFailed", "StopRanks", "TransferFreed"]
-    assert names(into.on(ev.Heard(P, OFFER), 1.0)) == ["Refused"]
+    assert names(into.on(ev.PeerMessage(P, OFFER), 1.0)) == ["Refused"]
     refused = r.Refused(key=KEY, error=ERROR)
-    assert names(out.on(ev.Heard(D, refused), 1.0)) == ["TransferFailed", "StopRanks", "TransferFreed"]
+    assert names(out.on(ev.PeerMessage(D, refused), 1.0)) == ["TransferFailed", "StopRanks", "TransferFreed"]
 
 
 def test_a_reservation_for_a_transfer_that_ended_is_given_back() -> None:
     into = receiver("new")
-    into.on(ev.Heard(P, OFFER), 0.0)
+    into.on(ev.PeerMessage(P, OFFER), 0.0)
     into.on(ev.Cancel(KEY, ERROR), 0.0)
     assert names(into.on(ev.Reserve(BOUND), 0.1)) == ["TransferFreed"]
 
@@ -329,13 +329,13 @@ def test_answers_that_do_not_fit_the_offer_fail_the_transfer_alone() -> None:
     ):
         out = sender("new")
         out.on(ev.Offer(OFFER), 0.0)
-        assert "TransferFailed" in names(out.on(ev.Heard(D, wrong), 0.0))
+        assert "TransferFailed" in names(out.on(ev.PeerMessage(D, wrong), 0.0))
 
 
-def test_strangers_are_not_heard() -> None:
+def test_messages_of_other_processes_are_dropped() -> None:
     out, stranger = sender(), Peer("D", 3)
-    assert out.on(ev.Heard(stranger, r.AllReceived(key=KEY)), 0.0) == []
-    assert out.on(ev.Heard(stranger, r.Fence(key=KEY, error=ERROR)), 0.0) == []
+    assert out.on(ev.PeerMessage(stranger, r.AllReceived(key=KEY)), 0.0) == []
+    assert out.on(ev.PeerMessage(stranger, r.Fence(key=KEY, error=ERROR)), 0.0) == []
     assert out.on(ev.PeerLost(stranger), 0.0) == []
     assert out.strays == 2
     assert out.state(KEY) is State.active
@@ -346,7 +346,7 @@ def test_a_transfer_of_another_start_of_the_sender_fails_at_once() -> None:
     out = TransferSender(2, incarnation=5)
     assert names(out.on(ev.Open(KEY, D, 30.0), 0.0)) == ["TransferFailed", "TransferFreed", "Fence"]
     assert names(out.on(ev.TransferTick(), 1.0)) == ["Fence"]
-    out.on(ev.Heard(D, r.Fenced(key=KEY)), 1.1)
+    out.on(ev.PeerMessage(D, r.Fenced(key=KEY)), 1.1)
     assert out.on(ev.TransferTick(), 100.0) == []
     assert out.on(ev.Open(KEY._replace(incarnation=5), D, 30.0), 0.0) == []
     assert len(out) == 1
@@ -417,12 +417,12 @@ def test_the_time_in_the_senders_queue_is_not_the_transfers() -> None:
         assert transfers.next_due() is None
         assert transfers.on(ev.TransferTick(), 1000.0) == []
     assert names(out.on(ev.Offer(OFFER), 1000.0)) == ["Admitted"]
-    into.on(ev.Heard(P, OFFER), 1000.0)
+    into.on(ev.PeerMessage(P, OFFER), 1000.0)
     into.on(ev.Postpone(KEY, 1.0), 1000.0)
-    into.on(ev.Heard(P, OFFER), 1020.0)  # a repeated offer does not extend the deadline
+    into.on(ev.PeerMessage(P, OFFER), 1020.0)  # a repeated offer does not extend the deadline
     assert into.on(ev.TransferTick(), 1029.0) == []
     assert "TransferFailed" in names(into.on(ev.TransferTick(), 1030.0))
-    out.on(ev.Heard(D, BOUND), 1001.0)
+    out.on(ev.PeerMessage(D, BOUND), 1001.0)
     assert out.on(ev.TransferTick(), 1029.0) == []
     assert "TransferFailed" in names(out.on(ev.TransferTick(), 1030.0))
 
@@ -431,15 +431,15 @@ def test_a_receiver_that_asked_for_patience_may_take_the_transfer_at_any_time() 
     """The receiver does not wait for a repeated offer. An offer in flight changes nothing."""
     out, into = sender("new"), receiver("new")
     out.on(ev.Offer(OFFER), 0.0)
-    into.on(ev.Heard(P, OFFER), 0.0)
-    out.on(ev.Heard(D, r.Later(key=KEY, seconds=0.5)), 0.0)
+    into.on(ev.PeerMessage(P, OFFER), 0.0)
+    out.on(ev.PeerMessage(D, r.Later(key=KEY, seconds=0.5)), 0.0)
     into.on(ev.Postpone(KEY, 0.5), 0.0)
     assert names(into.on(ev.Reserve(BOUND), 0.1)) == ["Expect", "Bound"]
-    assert names(out.on(ev.Heard(D, BOUND), 0.1)) == ["Push", "TransferBound"]
-    assert names(into.on(ev.Heard(P, OFFER), 0.2)) == ["Bound"]
-    assert out.on(ev.Heard(D, BOUND), 0.3) == []
+    assert names(out.on(ev.PeerMessage(D, BOUND), 0.1)) == ["Push", "TransferBound"]
+    assert names(into.on(ev.PeerMessage(P, OFFER), 0.2)) == ["Bound"]
+    assert out.on(ev.PeerMessage(D, BOUND), 0.3) == []
     into, error = receiver("new"), ERROR
-    into.on(ev.Heard(P, OFFER), 0.0)
+    into.on(ev.PeerMessage(P, OFFER), 0.0)
     into.on(ev.Postpone(KEY, 0.5), 0.0)
     assert "Refused" in names(into.on(ev.Refuse(KEY, error), 0.1))
 
@@ -450,19 +450,19 @@ def test_an_offer_that_the_scheduler_keeps_is_not_given_up() -> None:
     out.on(ev.Open(KEY, D, 100.0), 0.0)
     into.on(ev.Open(KEY, P, 100.0), 0.0)
     out.on(ev.Offer(OFFER), 0.0)
-    assert names(into.on(ev.Heard(P, OFFER), 0.0)) == ["TransferWanted"]
+    assert names(into.on(ev.PeerMessage(P, OFFER), 0.0)) == ["TransferWanted"]
     offers = 0
     for second in range(1, 100):
         for action in out.on(ev.TransferTick(), float(second)):
             assert isinstance(action, ev.SendToPeer), (second, action)
             offers += 1
-            for answer in into.on(ev.Heard(P, action.message), float(second)):
+            for answer in into.on(ev.PeerMessage(P, action.message), float(second)):
                 assert isinstance(answer, ev.SendToPeer)
                 assert isinstance(answer.message, r.Later)
-                out.on(ev.Heard(D, answer.message), float(second))
+                out.on(ev.PeerMessage(D, answer.message), float(second))
     assert offers > 2
     assert names(into.on(ev.Reserve(BOUND), 99.5)) == ["Expect", "Bound"]
-    assert names(out.on(ev.Heard(D, BOUND), 99.5)) == ["Push", "TransferBound"]
+    assert names(out.on(ev.PeerMessage(D, BOUND), 99.5)) == ["Push", "TransferBound"]
 
 
 def test_a_receiver_that_asks_for_patience_gets_it_until_the_deadline() -> None:
@@ -472,11 +472,11 @@ def test_a_receiver_that_asks_for_patience_gets_it_until_the_deadline() -> None:
     for second in range(99):
         said = names(out.on(ev.TransferTick(), float(second)))
         assert said in ([], ["Admitted"]), second
-        out.on(ev.Heard(D, r.Later(key=KEY, seconds=0.5)), float(second))
+        out.on(ev.PeerMessage(D, r.Later(key=KEY, seconds=0.5)), float(second))
     assert "TransferFailed" in names(out.on(ev.TransferTick(), 100.0))
     out = TransferSender(2, "copy", PATIENCE)
     out.on(ev.Open(KEY, D, 100.0), 0.0)
     out.on(ev.Offer(OFFER), 0.0)
-    out.on(ev.Heard(D, r.Later(key=KEY, seconds=0.5)), 10.0)
+    out.on(ev.PeerMessage(D, r.Later(key=KEY, seconds=0.5)), 10.0)
     assert "TransferFailed" not in names(out.on(ev.TransferTick(), 10.0 + PATIENCE.bind))
     assert "TransferFailed" in names(out.on(ev.TransferTick(), 10.5 + PATIENCE.bind))

@@ -268,7 +268,7 @@ class World:
     def deliver(self, source: Peer, peer: Peer, data: bytes) -> None:
         engine = self.engine(peer)
         if engine is not None:
-            engine.feed(ev.Heard(source, r.decode(data)))
+            engine.feed(ev.PeerMessage(source, r.decode(data)))
 
     # ---- ranks
 

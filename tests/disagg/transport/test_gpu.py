@@ -80,7 +80,7 @@ def test_a_sequence_arrives(
     one.close()
 
 
-def test_what_leaves_is_what_the_pass_before_its_mark_wrote(
+def test_sent_bytes_are_those_written_before_the_event(
     kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The pass takes long, and the host is far ahead."""

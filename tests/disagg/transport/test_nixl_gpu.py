@@ -118,7 +118,7 @@ def test_a_sequence_arrives_without_host_memory(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["stand-in", WITH_NIXL])
-def test_what_leaves_is_what_the_pass_before_its_mark_wrote(kind: str) -> None:
+def test_sent_bytes_are_those_written_before_the_event(kind: str) -> None:
     one = Pair(kind)
     one.expect(KEY)
     one.begin(KEY)

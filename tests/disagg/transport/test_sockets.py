@@ -257,7 +257,7 @@ def test_threads_end_promptly(pair: Callable[..., Pair]) -> None:
 
 @pytest.mark.requirement("E18")
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_goes_wrong_with_one_connection_ends_that_alone(
+def test_an_error_of_one_connection_ends_that_connection_alone(
     pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = pair(kind)
@@ -378,7 +378,7 @@ def hello(
         b"\x80\x04\x95",
     ],
 )
-def test_strangers_end_their_own_connection(pair: Callable[..., Pair], data: bytes) -> None:
+def test_invalid_connections_end_alone(pair: Callable[..., Pair], data: bytes) -> None:
     one = pair("tcp")
     expected = one.expected()
     talk(one.receivers[0].transport.endpoint.address, data)
@@ -387,7 +387,7 @@ def test_strangers_end_their_own_connection(pair: Callable[..., Pair], data: byt
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 4])
-def test_nothing_is_heard_of_who_leaves_the_key_out(pair: Callable[..., Pair], pieces: int) -> None:
+def test_a_client_without_the_key_gets_no_answer(pair: Callable[..., Pair], pieces: int) -> None:
     """A whole conversation without a key, in one segment: the key holds from the second frame on."""
     one = pair("tcp")
     receiver: Any = one.receivers[0].transport
@@ -409,7 +409,7 @@ def test_nothing_is_heard_of_who_leaves_the_key_out(pair: Callable[..., Pair], p
 
 
 @pytest.mark.parametrize("reply", ["hello", "forged proof", "echo"])
-def test_who_does_not_know_the_secret_gets_no_bytes(pair: Callable[..., Pair], reply: str) -> None:
+def test_a_listener_without_the_secret_gets_no_bytes(pair: Callable[..., Pair], reply: str) -> None:
     """A listener took the receiver's place."""
     one = pair("tcp")
     real = one.receivers[0].transport.endpoint
@@ -450,7 +450,7 @@ def test_an_endpoint_is_a_numeric_host_and_a_port(pair: Callable[..., Pair], add
     assert "numeric host" in said.error.message
 
 
-def test_only_who_knows_the_secret_is_heard(pair: Callable[..., Pair]) -> None:
+def test_only_clients_with_the_secret_are_answered(pair: Callable[..., Pair]) -> None:
     one = pair("tcp")
     impostor = TcpTransport("127.0.0.1", 0, 9, b"another secret of enough bytes")
     name = impostor.connect(one.receivers[0].transport.endpoint, 0, 5.0)
@@ -578,7 +578,7 @@ def test_spans_of_somebody_elses_blocks_fail_the_transfer(
 # ---- memory
 
 
-def test_what_is_shared_can_be_read_and_never_written() -> None:
+def test_shared_memory_is_read_only_for_others() -> None:
     memory = SharedMemory(10_000)
     memory.tensor[5] = 7
     seen = map_read_only(memory.fd, 10_000)

@@ -176,7 +176,7 @@ def test_a_receiver_that_does_not_answer_leaves_the_ring_to_others(pair: Callabl
     assert other.receivers[0].wait(AGAIN).outcome is Outcome.done
 
 
-def test_a_thread_that_fails_ends_its_copies_before_it_says_that_it_has_stopped(
+def test_a_failed_thread_ends_its_copies_before_it_reports_the_stop(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = pair("staged shm", copies=LateCopies)
@@ -203,7 +203,7 @@ def test_a_thread_that_fails_ends_its_copies_before_it_says_that_it_has_stopped(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_cannot_be_copied_ends_its_transfer_alone(
+def test_a_failed_copy_ends_its_transfer_alone(
     pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = pair(kind, kinds=("full",))
@@ -232,7 +232,7 @@ def test_what_cannot_be_copied_ends_its_transfer_alone(
     until(lambda: memory_of(sender).outbox.free == SMALL.slots)
 
 
-def test_spans_longer_than_the_inbox_fail_their_transfer_with_words(pair: Callable[..., Pair]) -> None:
+def test_spans_longer_than_the_inbox_fail_their_transfer_with_a_message(pair: Callable[..., Pair]) -> None:
     one = pair("shm to staged shm", kinds=("full",))
     memory_of(one.receivers[0])._inbox.nbytes = 16
     one.expect(KEY)
@@ -243,7 +243,7 @@ def test_spans_longer_than_the_inbox_fail_their_transfer_with_words(pair: Callab
     assert said.outcome is Outcome.failed
 
 
-def test_who_only_takes_has_no_ring_and_sends_nothing() -> None:
+def test_a_receiving_rank_has_no_ring_and_cannot_send() -> None:
     memory = Staged([torch.zeros(8, dtype=torch.uint8)], HostCopies(), Sizes(), sends=False, takes=True)
     assert memory.shared[0].nbytes == 0
     with pytest.raises(EngineDead, match="only receives"):

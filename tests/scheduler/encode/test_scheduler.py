@@ -81,7 +81,7 @@ class TestOneSequence:
         assert world.finishes(1) == ["moved"]
         world.check_idle()
 
-    def test_what_the_receiver_has_is_neither_encoded_nor_sent(self) -> None:
+    def test_embeddings_of_the_receiver_are_neither_encoded_nor_sent(self) -> None:
         world = World(limits())
         world.submit(submit(1, [(5, 3)]))
         world.bind(key(1), start=3)
@@ -132,7 +132,7 @@ class TestOneSequence:
         assert world.finishes(1) == ["abort"]
         world.check_idle()
 
-    def test_an_end_that_was_not_told_is_told_once(self) -> None:
+    def test_an_unreported_end_is_reported_once(self) -> None:
         """A second report would end a later attempt with the same id."""
         world = World(limits())
         world.submit(submit(1, [(5, 3)]))
@@ -188,7 +188,7 @@ class TestBatches:
         world.check_idle()
 
     @pytest.mark.requirement("D7")
-    def test_what_is_there_leaves_before_others_are_encoded(self) -> None:
+    def test_stored_embeddings_leave_before_others_are_encoded(self) -> None:
         """D7: without the tower."""
         world = World(limits())
         world.submit(submit(1, [(5, 3)]))
@@ -203,7 +203,7 @@ class TestBatches:
         world.settle()
         world.check_idle()
 
-    def test_what_is_there_does_not_keep_others_from_the_tower(self) -> None:
+    def test_hits_do_not_starve_images_that_wait_for_the_tower(self) -> None:
         """In a stream of hits every second image waits for the tower, if any image waits."""
         world = World(limits())
         world.submit(submit(1, [(5, 3)]))
@@ -245,7 +245,7 @@ class TestTransfer:
         assert [world.finishes(n) for n in (1, 2, 3)] == [["moved"]] * 3
         world.check_idle()
 
-    def test_hits_do_not_starve_who_waits_for_room(self) -> None:
+    def test_hits_do_not_starve_sequences_that_wait_for_memory(self) -> None:
         """Cached images come again and again. A large image gets its turn after the earlier images were
         received."""
         world = World(limits(blocks=4))
@@ -265,7 +265,7 @@ class TestTransfer:
         world.settle()
         assert [world.finishes(n) for n in (2, 3, 4)] == [["moved"]] * 3
 
-    def test_what_is_encoded_ahead_takes_nothing_from_others(self) -> None:
+    def test_encoding_ahead_takes_no_memory_of_bound_transfers(self) -> None:
         world = World(limits(blocks=3))
         world.submit(submit(1, [(1, 8)]))
         assert encoded(step(world)) == [1]
@@ -341,7 +341,7 @@ class TestFailures:
         assert world.finishes(4) == ["error"]
         world.check_idle()
 
-    def test_what_failed_for_somebody_who_left_is_tried_again(self) -> None:
+    def test_an_unreported_failure_is_encoded_again(self) -> None:
         """The image was encoded before its receiver was ready, and the failure was never reported."""
         world = World(limits(), bad={5})
         world.submit(submit(1, [(5, 2)]))
@@ -356,7 +356,7 @@ class TestFailures:
         assert world.finishes(3) == ["moved"]
         world.check_idle()
 
-    def test_it_is_tried_again_for_who_comes_later(self) -> None:
+    def test_a_failed_image_is_encoded_again_for_a_later_sequence(self) -> None:
         world = World(limits(), bad={5})
         world.submit(submit(1, [(5, 2)]))
         world.settle()
@@ -384,7 +384,7 @@ class TestFailures:
         assert [plan.step for plan in world.all] == list(range(len(world.all)))
         world.check_idle()
 
-    def test_what_comes_while_the_group_is_formed_waits(self) -> None:
+    def test_sequences_wait_while_the_group_forms(self) -> None:
         world = World(limits())
         world.submit(submit(1, [(1, 4)]))
         world.scheduler.lose()
@@ -422,7 +422,7 @@ class TestFailures:
 
 
 class TestSubmits:
-    def test_what_is_none_of_its_business(self) -> None:
+    def test_invalid_submits_are_refused(self) -> None:
         world = World(limits())
         good = submit(1, [(1, 2)])
         (image,) = good.media

@@ -97,8 +97,8 @@ class Far:
     """Blocks that are being read."""
     finished: bool = False
     failing: ErrorInfo | None = None
-    told: bool = False
-    """Whether its failure was told."""
+    reported: bool = False
+    """True once the failure was reported."""
 
 
 @dataclass
@@ -130,10 +130,10 @@ class World:
         self.ask()
 
     def finish(self, sequence: int) -> list[TokenEvent]:
-        told = self.scheduler.finish(sequence)
-        self.events += told
+        events = self.scheduler.finish(sequence)
+        self.events += events
         self.ask()
-        return told
+        return events
 
     def ask(self) -> None:
         while requests := self.scheduler.transfer_requests():
@@ -182,10 +182,6 @@ class World:
         far.bound, far.start = True, start
         self._tell(TransferBound(key, start))
 
-    def can_bind(self, key: TransferKey) -> bool:
-        far = self.transfers[key]
-        return not far.bound and far.failing is None
-
     def land(self, key: TransferKey) -> None:
         assert self.can_land(key)
         del self.transfers[key]
@@ -198,11 +194,11 @@ class World:
     def fail(self, key: TransferKey, error: ErrorInfo = FAULT) -> None:
         """Fail the transfer; ``free`` follows later."""
         far = self.transfers[key]
-        far.failing, far.told = far.failing or error, True
+        far.failing, far.reported = far.failing or error, True
         self._tell(TransferFailed(key, far.failing))
 
     def free(self, key: TransferKey) -> None:
-        assert self.transfers[key].told
+        assert self.transfers[key].reported
         del self.transfers[key]
         self._tell(TransferFreed(key))
 
@@ -337,14 +333,14 @@ def play(world: World, seed: int, sequences: int = 25, faults: bool = True) -> N
             world.bind(key, world.transfers[key].count if source.random() < 0.15 else 0)
         elif deed == "land" and (done := [key for key in keys if world.can_land(key)]):
             world.land(source.choice(done))
-        elif deed == "fail" and (live := [key for key in keys if not world.transfers[key].told]):
+        elif deed == "fail" and (live := [key for key in keys if not world.transfers[key].reported]):
             world.fail(source.choice(live))
         elif deed == "free":
             for key in keys:
                 far = world.transfers[key]
-                if far.failing is not None and not far.told:
+                if far.failing is not None and not far.reported:
                     world.fail(key)
-                elif far.told and source.random() < 0.5:
+                elif far.reported and source.random() < 0.5:
                     world.free(key)
         elif deed == "abort" and keys:
             world.finish(source.choice(keys).transfer // 100)

@@ -9,8 +9,8 @@ import click
 from weft.bench.workloads import WORKLOADS
 from weft.cli import options
 from weft.cli.bench import bench_load
-from weft.cli.bench.bench_load import PRESETS, json_option
-from weft.cli.result_file import check_result_file, write_json
+from weft.cli.bench.bench_load import PRESETS
+from weft.cli.result_file import check_result_file, json_option, write_json
 from weft.common import log
 from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
@@ -75,7 +75,7 @@ def make_checkpoint(name: str | None, out: str | None, seed: int, listing: bool)
     help="Run only the first --workload, N times, and count the requests with different tokens.",
 )
 @click.option("--alone", is_flag=True, help="With --identical: also run each request by itself and compare.")
-@json_option
+@json_option()
 @options.settings(options.ENGINE, ("log_level",))
 def offline(
     model_name: str | None,
@@ -137,7 +137,7 @@ def offline(
 @click.option(
     "--threads", type=click.IntRange(1, 1024), help="CPU threads. Default: as many as the engine uses."
 )
-@json_option
+@json_option()
 def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
     """Measure the ways to compute routed experts in torch, and use the results from now on.
 
@@ -178,7 +178,7 @@ def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
     type=click.IntRange(2, 64),
     help="Number of processes; may be repeated. Default: 2 and 4.",
 )
-@json_option
+@json_option()
 def dispatch(ranks: tuple[int, ...], json_file: str | None) -> int:
     """Measure collectives between processes of the machine, and use the results for --moe-dispatch auto.
 
@@ -203,7 +203,7 @@ def dispatch(ranks: tuple[int, ...], json_file: str | None) -> int:
 @click.option(
     "--threads", type=click.IntRange(1, 1024), help="CPU threads. Default: as many as the engine uses."
 )
-@json_option
+@json_option()
 def machine(threads: int | None, json_file: str | None) -> int:
     """Print what this machine can do, and what Weft's matrix products reach of it.
 

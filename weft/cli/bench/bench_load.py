@@ -6,15 +6,15 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from weft.bench.workloads import WORKLOADS
 from weft.cli import options
-from weft.cli.result_file import check_result_file, write_json
+from weft.cli.result_file import check_result_file, json_option, write_json
 from weft.common.errors import ConfigError
 from weft.config.flags import SETTINGS
 from weft.config.sections.all import Config
@@ -23,12 +23,7 @@ if TYPE_CHECKING:
     from weft.bench.serving_bench import RunSettings
     from weft.bench.sweep import Sweep
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 PRESETS = "; ".join(f"{one.name}: {one.about}" for one in WORKLOADS.values())
-json_option = click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False), help="Write the result to this file."
-)
 _plot_option = click.option(
     "--plot",
     "plot_file",
@@ -50,57 +45,52 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def server_options(function: F) -> F:
-    """Add the flags for the choice of a server and the form of requests; return the command."""
-    for option in reversed(
-        (
-            click.option("--base-url", help="URL of the server, with or without /v1."),
-            click.option(
-                "--model-name",
-                "served",
-                help="Model name in requests. Default: the first model that the server lists.",
-            ),
-            click.option(
-                "--endpoint",
-                type=click.Choice(["completions", "chat"]),
-                default="completions",
-                show_default=True,
-                help="completions: token ids if the server accepts them, else text. chat: text.",
-            ),
-            click.option(
-                "--prompts",
-                type=click.Choice(["auto", "ids", "text"]),
-                default="auto",
-                show_default=True,
-                help="Form of prompts. auto: token ids if the server accepts them, else text with the "
-                "same number of tokens by the server's count.",
-            ),
-            click.option(
-                "--vocab-size",
-                type=click.IntRange(64),
-                default=16_384,
-                show_default=True,
-                help="Random ids are drawn from the middle of a vocabulary of this size.",
-            ),
-            click.option("--key", metavar="KEY", help="API key of the server."),
-            click.option(
-                "--ignore-eos/--no-ignore-eos",
-                default=True,
-                show_default=True,
-                help="Ignore end-of-sequence tokens, so that outputs have fixed lengths.",
-            ),
-            click.option("--extra-body", metavar="JSON", help="Additional fields for every request."),
-            click.option(
-                "--repetition",
-                type=click.IntRange(0),
-                default=0,
-                show_default=True,
-                help="Seed of prompts, lengths and times. A new seed avoids hits in prefix caches.",
-            ),
-        )
-    ):
-        function = option(function)
-    return function
+server_options = options.joined(
+    click.option("--base-url", help="URL of the server, with or without /v1."),
+    click.option(
+        "--model-name",
+        "served",
+        help="Model name in requests. Default: the first model that the server lists.",
+    ),
+    click.option(
+        "--endpoint",
+        type=click.Choice(["completions", "chat"]),
+        default="completions",
+        show_default=True,
+        help="completions: token ids if the server accepts them, else text. chat: text.",
+    ),
+    click.option(
+        "--prompts",
+        type=click.Choice(["auto", "ids", "text"]),
+        default="auto",
+        show_default=True,
+        help="Form of prompts. auto: token ids if the server accepts them, else text with the "
+        "same number of tokens by the server's count.",
+    ),
+    click.option(
+        "--vocab-size",
+        type=click.IntRange(64),
+        default=16_384,
+        show_default=True,
+        help="Random ids are drawn from the middle of a vocabulary of this size.",
+    ),
+    click.option("--key", metavar="KEY", help="API key of the server."),
+    click.option(
+        "--ignore-eos/--no-ignore-eos",
+        default=True,
+        show_default=True,
+        help="Ignore end-of-sequence tokens, so that outputs have fixed lengths.",
+    ),
+    click.option("--extra-body", metavar="JSON", help="Additional fields for every request."),
+    click.option(
+        "--repetition",
+        type=click.IntRange(0),
+        default=0,
+        show_default=True,
+        help="Seed of prompts, lengths and times. A new seed avoids hits in prefix caches.",
+    ),
+)
+"""Flags for the choice of a server and the form of requests."""
 
 
 @click.command()
@@ -159,7 +149,7 @@ def server_options(function: F) -> F:
     "--goodput", multiple=True, help="Latency limits in ms, e.g. ttft:500 or ttft:500,tpot:50,e2el:9000."
 )
 @click.option("--timeout", type=float, default=600.0, show_default=True, help="Maximum seconds per request.")
-@json_option
+@json_option()
 @_plot_option
 def serve(json_file: str | None, plot_file: str | None, **given: Any) -> int:
     """Send load to the server at --base-url and report latency and throughput.
@@ -237,11 +227,11 @@ def _asked(given: dict[str, Any]) -> RunSettings:
 
 def _server(given: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords of ``RunSettings`` from the flags of ``server_options``. Raise ConfigError."""
-    from weft.bench.client import base_url
+    from weft.common.client_tls import versioned_url
 
     if not given["base_url"]:
         raise ConfigError("--base-url is required, e.g. http://127.0.0.1:8000", param="--base-url")
-    base_url(given["base_url"])
+    versioned_url(given["base_url"], "--base-url")
     try:
         extra = json.loads(given["extra_body"] or "{}")
     except ValueError:
@@ -305,7 +295,7 @@ def _server(given: dict[str, Any]) -> dict[str, Any]:
     show_default=True,
     help="Maximum seconds until the started server is ready.",
 )
-@json_option
+@json_option()
 @_plot_option
 @options.settings(options.ENGINE, ("log_level",))
 def sweep(model_name: str | None, json_file: str | None, plot_file: str | None, **given: Any) -> int:

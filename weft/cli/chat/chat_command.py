@@ -344,14 +344,14 @@ class Talk:
                 if not self._lines.stays:
                     raise
                 self._view.note("(stopped)")
-                self._conversation.heard(reply)
+                self._conversation.add_reply(reply)
                 return True
             # The server refused or failed: remove the message, so that the conversation stays usable.
             except ChatError as error:
                 self._view.problem(str(error))
                 self._conversation.take_back()
                 return False
-            self._conversation.heard(reply)
+            self._conversation.add_reply(reply)
             if not reply.calls or not self._answer(reply.calls):
                 return True
         self._view.note(

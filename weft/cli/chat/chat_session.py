@@ -156,7 +156,7 @@ class ChatHistory:
         content: Any = [*shown, {"type": "text", "text": text}] if shown else text
         self.messages.append({"role": "user", "content": content})
 
-    def heard(self, reply: Reply) -> None:
+    def add_reply(self, reply: Reply) -> None:
         """Add a complete or interrupted reply.
 
         An interrupted ``reply`` loses its calls, in place. An empty interrupted reply removes the user's

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import click
 
 from weft.cli import options
-from weft.cli.result_file import check_result_file, write_json
+from weft.cli.result_file import check_result_file, json_option, write_json
 from weft.common import log
 from weft.common.errors import ConfigError
 from weft.config.sections.all import Config
@@ -105,13 +105,10 @@ def measured(function: Measure, model: str | None = None) -> Callable[..., int]:
         write_json(json_file, report)
         return 0
 
-    # Decorators apply from the last to the first.
-    for add in reversed(_OPTIONS):
-        command = add(command)
-    return command
+    return _add_options(command)
 
 
-_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+_add_options = options.joined(
     click.argument("model_name", metavar="[MODEL]", required=False),
     click.option(
         "--url",
@@ -126,12 +123,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--limit", type=click.IntRange(1, 100_000), default=500, show_default=True, help="Number of problems."
     ),
-    click.option(
-        "--json",
-        "json_file",
-        type=click.Path(dir_okay=False),
-        help="Write every answer and the total to this file.",
-    ),
+    json_option("Write every answer and the total to this file."),
     click.option(
         "--concurrency",
         type=click.IntRange(1, 4096),

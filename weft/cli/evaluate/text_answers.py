@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import httpx
 
-from weft.common.client_tls import client_options, key_headers
+from weft.common.client_tls import client_options, key_headers, versioned_url
 from weft.common.errors import ConfigError, WeftError
 from weft.common.progress import progress_bar
 from weft.config.sections.all import Config
@@ -35,22 +35,14 @@ def from_server(
     ``url``: base URL, with or without ``/v1``. Raise ConfigError if the server cannot be reached, and
     WeftError if the server returns an error.
     """
-    return asyncio.run(_ask_server(base_of(url), model, chats, concurrency, max_tokens, key, title))
+    return asyncio.run(_ask_server(versioned_url(url), model, chats, concurrency, max_tokens, key, title))
 
 
-def client_of(base: str, key: str | None, concurrency: int) -> httpx.AsyncClient:
+def http_client(base: str, key: str | None, concurrency: int) -> httpx.AsyncClient:
     """Return a client with at most ``concurrency`` connections to the server at ``base``. Raise ConfigError
     for an unusable URL or key."""
     limits = httpx.Limits(max_connections=concurrency)
     return httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=key_headers(key), **client_options(base))
-
-
-def base_of(url: str) -> str:
-    """Return the base URL with ``/v1``. Raise ConfigError for an invalid URL."""
-    base = url.rstrip("/")
-    if not base.startswith(("http://", "https://")):
-        raise ConfigError("--url must start with http:// or https://, e.g. http://127.0.0.1:8000/v1")
-    return base if base.endswith("/v1") else base + "/v1"
 
 
 async def _ask_server(
@@ -66,7 +58,7 @@ async def _ask_server(
 
     Shows a bar. Raises the errors of ``call`` at the first failure.
     """
-    async with client_of(base, key, concurrency) as client:
+    async with http_client(base, key, concurrency) as client:
         if model is None:
             model = await served_model(client, base)
         with progress_bar(total=len(chats), title=title, unit="problem") as bar:

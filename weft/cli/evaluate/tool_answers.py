@@ -10,7 +10,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from weft.cli.evaluate.text_answers import base_of, call, client_of, in_turns, message_of, served_model
+from weft.cli.evaluate.text_answers import call, http_client, in_turns, message_of, served_model
+from weft.common.client_tls import versioned_url
 from weft.common.progress import progress_bar
 from weft.config import hub
 from weft.config.sections.all import Config
@@ -33,7 +34,7 @@ def from_server(
     A server without a parser for calls leaves calls in the text, and calls in the text count too. Raise the
     errors of ``text_answers.from_server``.
     """
-    return asyncio.run(_ask(base_of(url), model, dialogues, concurrency, max_tokens, key))
+    return asyncio.run(_ask(versioned_url(url), model, dialogues, concurrency, max_tokens, key))
 
 
 async def _ask(
@@ -48,7 +49,7 @@ async def _ask(
 
     The dialogues receive the texts and calls. Return the model's name. Raises the errors of ``call``.
     """
-    async with client_of(base, key, concurrency) as client:
+    async with http_client(base, key, concurrency) as client:
         name = model or await served_model(client, base)
         with progress_bar(total=len(dialogues), title="tools-mini", unit="problem") as bar:
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 
 import click
 
-from weft.cli.admin import required_key
+from weft.cli.admin import admin_key_option, required_key
 from weft.cli.client_cert import client_cert, client_cert_option
 from weft.cli.plan.live_server import AdminRoutes, LiveServer, WantedNumbers
+from weft.cli.sim.sim_options import cost_model_option, limit_options
 from weft.common import env, log
 from weft.common.errors import ConfigError, EngineDead, WeftError
 from weft.control.planner.capacity import Capacity, Limits
@@ -26,24 +27,14 @@ from weft.control.planner.fleet_planner import (
     Settings,
 )
 from weft.control.planner.observations import Meter, roles_of
-from weft.sim.presets import PRESETS, load
+from weft.sim.presets import load
 
-_POSITIVE = click.FloatRange(0, min_open=True)
 logger = log.get_logger(__name__)
 
 
 @click.command()
 @click.option("--watch", "url", required=True, metavar="URL", help="URL of the running server.")
-@click.option(
-    "--ttft-ms", type=_POSITIVE, default=2000.0, show_default=True, help="Limit of the time to first token."
-)
-@click.option(
-    "--tpot-ms",
-    type=_POSITIVE,
-    default=100.0,
-    show_default=True,
-    help="Limit of the mean time between two tokens of a request.",
-)
+@limit_options(2000.0, 100.0)
 @click.option(
     "--goal",
     type=click.FloatRange(0.5, 0.999),
@@ -66,15 +57,7 @@ logger = log.get_logger(__name__)
     metavar="ROLE=N",
     help="Minimum groups of a role. Default: 1. Repeatable.",
 )
-@click.option(
-    "--cost-model",
-    "cost_name",
-    default=next(iter(PRESETS)),
-    show_default=True,
-    metavar="NAME|FILE",
-    help=f"Cost model of a group's steps: {' or '.join(PRESETS)}, or a file written by bench/cost_model.py. "
-    "Measured token times scale the model.",
-)
+@cost_model_option("a group's steps", " Measured token times scale the model.")
 @click.option(
     "--max-num-seqs",
     type=click.IntRange(1),
@@ -104,9 +87,7 @@ logger = log.get_logger(__name__)
     help="Seconds without need for a group before the group leaves.",
 )
 @click.option("--dry-run", is_flag=True, help="Log the changes, and change nothing.")
-@click.option(
-    "--admin-key", help="Admin key of the server. Default: the environment variable WEFT_ADMIN_KEY."
-)
+@admin_key_option
 @click.option("--api-key", help="API key for /metrics. Default: the environment variable WEFT_API_KEY.")
 @client_cert_option
 def plan(

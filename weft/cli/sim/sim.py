@@ -12,9 +12,10 @@ import msgspec
 from click.core import ParameterSource
 
 from weft.cli import options
-from weft.cli.result_file import check_result_file, write_result
+from weft.cli.result_file import check_result_file, json_option, write_result
 from weft.cli.sim.sim_agents import agents_command
 from weft.cli.sim.sim_day import day_command
+from weft.cli.sim.sim_options import POSITIVE, cost_model_option, noise_option, seed_option, workload_options
 from weft.cli.sim.sim_plan import plan_command
 from weft.common import log
 from weft.common.errors import ConfigError
@@ -26,10 +27,8 @@ from weft.config.sizing.budget import with_budget
 from weft.scheduler.policy.step_cost import CostModel, StepShape
 from weft.sim import Arrival, Report, simulate
 from weft.sim.engine import kv_config
-from weft.sim.presets import PRESETS, load
+from weft.sim.presets import load
 from weft.sim.workload import Lengths, background, burst, in_order, poisson, read_trace
-
-_POSITIVE = click.FloatRange(0, min_open=True)
 
 
 class _Sim(options.Command, click.Group):
@@ -42,38 +41,14 @@ class _Sim(options.Command, click.Group):
 
 
 @click.command(cls=_Sim, invoke_without_command=True, subcommand_metavar="[plan|agents] ...")
-@click.option(
-    "--cost-model",
-    "cost_name",
-    default=next(iter(PRESETS)),
-    show_default=True,
-    metavar="NAME|FILE",
-    help=f"Cost model of steps: {' or '.join(PRESETS)}, or a file written by bench/cost_model.py.",
-)
+@cost_model_option()
 @click.option(
     "--requests", type=click.IntRange(1), default=100, show_default=True, help="Number of requests."
 )
 @click.option(
-    "--rate", type=_POSITIVE, help="Requests per second (Poisson). Default: all requests arrive at once."
+    "--rate", type=POSITIVE, help="Requests per second (Poisson). Default: all requests arrive at once."
 )
-@click.option(
-    "--prompt-tokens",
-    default="512",
-    show_default=True,
-    help="Prompt tokens per request: 512, or a range 100-2000.",
-)
-@click.option(
-    "--output-tokens",
-    default="64",
-    show_default=True,
-    help="Output tokens per request: 64, or a range 10-200.",
-)
-@click.option(
-    "--shared-prefix", type=click.IntRange(0), default=0, help="Prompt tokens that all requests share."
-)
-@click.option(
-    "--trace-file", help='Requests from a file: JSONL of {"at": s, "prompt_tokens": n, "output_tokens": n}.'
-)
+@workload_options("512", "64")
 @click.option(
     "--background",
     "running",
@@ -94,13 +69,7 @@ class _Sim(options.Command, click.Group):
     type=click.IntRange(1),
     help="Tokens that fit into the KV cache. Default: enough for all requests.",
 )
-@click.option(
-    "--noise",
-    type=click.FloatRange(0, 2),
-    default=0.05,
-    show_default=True,
-    help="Spread of step times: standard deviation of the logarithm.",
-)
+@noise_option
 @click.option(
     "--host-ms",
     type=click.FloatRange(0),
@@ -115,14 +84,8 @@ class _Sim(options.Command, click.Group):
     help="With --speculative-method: probability that a draft is accepted if all earlier drafts of the "
     "step were.",
 )
-@click.option("--seconds", type=_POSITIVE, help="Stop the run after this many virtual seconds.")
-@click.option(
-    "--workload-seed",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Seed of the run. Equal seeds give equal runs.",
-)
+@click.option("--seconds", type=POSITIVE, help="Stop the run after this many virtual seconds.")
+@seed_option
 @click.option(
     "--vs",
     "others",
@@ -130,7 +93,7 @@ class _Sim(options.Command, click.Group):
     metavar='"FLAG=VALUE ..."',
     help='Another run with these flags changed, e.g. --vs "itl-target-ms=40"; may be repeated.',
 )
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write all numbers to this file.")
+@json_option("Write all numbers to this file.")
 @options.settings(
     ("scheduler", "speculation"), ("max_model_len", "block_size", "enable_prefix_caching", "log_level")
 )

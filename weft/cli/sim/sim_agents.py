@@ -6,13 +6,14 @@ import itertools
 
 import click
 
+from weft.cli.sim.sim_options import POSITIVE, cost_model_option
 from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
 from weft.config.flags import parse_size
 from weft.config.sections.all import SchedulerSection
 from weft.sim.agents import AgentReport, Agents, AgentSimulation
 from weft.sim.engine import kv_config
-from weft.sim.presets import PRESETS, load
+from weft.sim.presets import load
 from weft.sim.simulated_store import StoreCosts
 from weft.types.tiers import LEVELS
 
@@ -25,12 +26,10 @@ _OUTCOMES = {
 
 
 @click.command("agents")
-@click.option(
-    "--cost-model", "cost_name", default=next(iter(PRESETS)), show_default=True, metavar="NAME|FILE"
-)
+@cost_model_option()
 @click.option(
     "--speed",
-    type=click.FloatRange(0, min_open=True),
+    type=POSITIVE,
     default=1000.0,
     show_default=True,
     help="Speed of the machine, relative to the machine of the cost model.",
@@ -46,7 +45,7 @@ _OUTCOMES = {
 )
 @click.option(
     "--every",
-    type=click.FloatRange(0, min_open=True),
+    type=POSITIVE,
     default=2.0,
     show_default=True,
     help="Mean seconds between two prompts outside of sessions.",

@@ -8,51 +8,47 @@ from collections.abc import Iterator
 
 import click
 
-from weft.cli.result_file import check_result_file, write_result
+from weft.cli.result_file import check_result_file, json_option, write_result
+from weft.cli.sim.sim_options import POSITIVE, cost_model_option, limit_options
 from weft.control.planner.capacity import Limits
 from weft.sim.day import Bench, Outcome, divisions_of, draw_day, encode
 from weft.sim.deployment import Groups
-from weft.sim.presets import PRESETS, load
-
-_POSITIVE = click.FloatRange(0, min_open=True)
+from weft.sim.presets import load
 
 
 @click.command("day")
 @click.option(
     "--seed", "seeds", type=click.IntRange(0), multiple=True, default=(0,), show_default=True, help="The day."
 )
-@click.option(
-    "--cost-model", "cost_name", default=next(iter(PRESETS)), show_default=True, metavar="NAME|FILE"
-)
+@cost_model_option()
 @click.option(
     "--slower",
-    type=_POSITIVE,
+    type=POSITIVE,
     default=12.0,
     show_default=True,
     help="Seconds of a step, relative to the cost model.",
 )
 @click.option(
     "--believed",
-    type=_POSITIVE,
+    type=POSITIVE,
     default=1.0,
     show_default=True,
     help="Seconds of a step in the planner's cost model, relative to the groups' steps.",
 )
 @click.option(
-    "--rate", type=_POSITIVE, default=0.8, show_default=True, help="Requests per second of the morning."
+    "--rate", type=POSITIVE, default=0.8, show_default=True, help="Requests per second of the morning."
 )
-@click.option("--ttft-ms", type=_POSITIVE, default=6000.0, show_default=True)
-@click.option("--tpot-ms", type=_POSITIVE, default=180.0, show_default=True)
+@limit_options(6000.0, 180.0)
 @click.option(
-    "--load-s", type=_POSITIVE, default=30.0, show_default=True, help="Seconds until a new group serves."
+    "--load-s", type=POSITIVE, default=30.0, show_default=True, help="Seconds until a new group serves."
 )
 @click.option("--max-groups", type=click.IntRange(2), default=8, show_default=True, help="Of each role.")
 @click.option(
-    "--shorter", type=_POSITIVE, default=1.0, show_default=True, help="Divisor of the length of the day."
+    "--shorter", type=POSITIVE, default=1.0, show_default=True, help="Divisor of the length of the day."
 )
 @click.option("--fixed/--no-fixed", default=True, help="Also play fixed fleets.")
 @click.option("--log", "logged", is_flag=True, help="Print each change of the planner.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write all outcomes to this file.")
+@json_option("Write all outcomes to this file.")
 def day_command(
     seeds: tuple[int, ...],
     cost_name: str,

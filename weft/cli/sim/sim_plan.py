@@ -10,7 +10,15 @@ from typing import Any
 import click
 import msgspec
 
-from weft.cli.result_file import check_result_file, write_result
+from weft.cli.result_file import check_result_file, json_option, write_result
+from weft.cli.sim.sim_options import (
+    POSITIVE,
+    cost_model_option,
+    limit_options,
+    noise_option,
+    seed_option,
+    workload_options,
+)
 from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
 from weft.config.flags import parse_size
@@ -21,60 +29,22 @@ from weft.scheduler.policy.step_cost import CostModel
 from weft.sim.deployment import Deployment, Groups, SimulatedOutcome
 from weft.sim.engine import kv_config
 from weft.sim.images import ImageCosts
-from weft.sim.presets import PRESETS, load
+from weft.sim.presets import load
 from weft.sim.simulated_transfers import Wire
 from weft.sim.workload import Arrival, Lengths, poisson, read_trace
 
-_POSITIVE = click.FloatRange(0, min_open=True)
 _COUNT = click.IntRange(1)
 
 
 @click.command("plan")
-@click.option(
-    "--cost-model",
-    "cost_name",
-    default=next(iter(PRESETS)),
-    show_default=True,
-    metavar="NAME|FILE",
-    help=f"Cost model of a group's steps: {' or '.join(PRESETS)}, or a file written by bench/cost_model.py.",
-)
+@cost_model_option("a group's steps")
 @click.option(
     "--most-groups", type=_COUNT, default=4, show_default=True, help="Maximum number of groups to try."
 )
 @click.option("--requests", type=_COUNT, default=300, show_default=True, help="Number of requests.")
-@click.option("--rate", type=_POSITIVE, default=4.0, show_default=True, help="Requests per second (Poisson).")
-@click.option(
-    "--prompt-tokens",
-    default="1000-2000",
-    show_default=True,
-    help="Prompt tokens per request: 512, or a range 100-2000.",
-)
-@click.option(
-    "--output-tokens",
-    default="64-128",
-    show_default=True,
-    help="Output tokens per request: 64, or a range 10-200.",
-)
-@click.option(
-    "--shared-prefix", type=click.IntRange(0), default=0, help="Prompt tokens that all requests share."
-)
-@click.option(
-    "--trace-file", help='Requests from a file: JSONL of {"at": s, "prompt_tokens": n, "output_tokens": n}.'
-)
-@click.option(
-    "--ttft-ms",
-    type=_POSITIVE,
-    default=1000.0,
-    show_default=True,
-    help="Limit of the time to the first token.",
-)
-@click.option(
-    "--tpot-ms",
-    type=_POSITIVE,
-    default=40.0,
-    show_default=True,
-    help="Limit of the mean time between two tokens of a request.",
-)
+@click.option("--rate", type=POSITIVE, default=4.0, show_default=True, help="Requests per second (Poisson).")
+@workload_options("1000-2000", "64-128")
+@limit_options(1000.0, 40.0)
 @click.option(
     "--goal",
     type=click.FloatRange(0, 1),
@@ -90,7 +60,7 @@ _COUNT = click.IntRange(1)
 )
 @click.option(
     "--itl-target-ms",
-    type=_POSITIVE,
+    type=POSITIVE,
     help="Target for the time between two tokens in each group (see weft serve --help).",
 )
 @click.option(
@@ -131,7 +101,7 @@ _COUNT = click.IntRange(1)
 )
 @click.option(
     "--patch-us",
-    type=_POSITIVE,
+    type=POSITIVE,
     default=390.0,
     show_default=True,
     help="Microseconds to encode a patch. The default is for a vision tower of 12 layers of width 384 "
@@ -144,17 +114,9 @@ _COUNT = click.IntRange(1)
     metavar="SIZE",
     help="Bytes of an image's embedding per token.",
 )
-@click.option(
-    "--noise",
-    type=click.FloatRange(0, 2),
-    default=0.05,
-    show_default=True,
-    help="Spread of step times: standard deviation of the logarithm.",
-)
-@click.option(
-    "--workload-seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the run."
-)
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write all numbers to this file.")
+@noise_option
+@seed_option
+@json_option("Write all numbers to this file.")
 def plan_command(json_file: str | None, **given: Any) -> int:
     """Find out how many groups of which role a load needs.
 

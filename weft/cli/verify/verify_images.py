@@ -66,7 +66,7 @@ def _item(fit: Fit, pixels: bytes, start: int) -> MediaItem:
     return MediaItem(key=key, start=start, count=fit.tokens, grid=fit.grid, pixels=pixels)
 
 
-def told(stats: EngineStats, encodes: bool) -> str:
+def image_counters(stats: EngineStats, encodes: bool) -> str:
     """Return the image counters of an instance as text. ``encodes``: True for an encode group."""
     moved = stats.embedding_transfers or TransferStats()
     transfers = f"{moved.done} embedding transfers done, {moved.failed} failed"

@@ -65,25 +65,34 @@ def against_reference(config: Config, path: str, count: int, tokens: int, say: S
     prompts = make_prompts(doubles, count, tokens)
     reference = Reference(config, path, "float64")
     ours, _ = run(Variant("weft", doubles, True), prompts, tokens)
+    good = greedy_agrees(doubles, reference, prompts, ours, tokens, say, "weft")
+    del reference
+    return _logits_agree(config, path, prompts, say) and good
+
+
+def greedy_agrees(
+    alone: EngineConfig, other: Reference, prompts: Prompts, found: Prompts, tokens: int, say: Say, name: str
+) -> bool:
+    """Compare ``found``, greedy tokens per prompt, with the tokens of ``other``; report with ``say``.
+
+    ``name``: source of ``found`` in the report. ``alone``: one process with the same model, for the logits
+    at a difference. Return True if all differences are ties.
+    """
     good, equal = True, 0
-    for number, (prompt, mine) in enumerate(zip(prompts, ours, strict=True)):
-        theirs = reference.greedy(prompt, tokens)
+    for number, (prompt, mine) in enumerate(zip(prompts, found, strict=True)):
+        theirs = other.greedy(prompt, tokens)
         if mine == theirs:
             equal += 1
             continue
         # A difference is acceptable only at a tie, so compare the logits at the first difference.
         at = first_difference(mine, theirs)
-        a = ForwardOnly(doubles).logits(prompt + mine[:at])[-1]
-        b = reference.logits(prompt + theirs[:at])[-1, : a.shape[-1]]
-        good = (
-            report(
-                say, f"prompt {number}, token {at}", (mine[at], theirs[at]), (a, b), ("weft", "transformers")
-            )
-            and good
-        )
-    say(f"greedy tokens in float64: {equal} of {len(prompts)} prompts equal over {tokens} tokens")
-    del reference
-    return _logits_agree(config, path, prompts, say) and good
+        a = ForwardOnly(alone).logits(prompt + mine[:at])[-1]
+        b = other.logits(prompt + theirs[:at])[-1, : a.shape[-1]]
+        ids = (mine[at], theirs[at])
+        good = report(say, f"prompt {number}, token {at}", ids, (a, b), (name, "transformers")) and good
+    of_all = f"{equal} of {len(prompts)} prompts"
+    say(f"greedy tokens in float64: {of_all} equal to transformers over {tokens} tokens")
+    return good
 
 
 def _logits_agree(config: Config, path: str, prompts: Prompts, say: Say) -> bool:
@@ -274,7 +283,7 @@ def generate(engine: EngineCore | Replicas, asked: Sequence[Submit]) -> dict[int
         # Blocked sequences wait for blocks of a disk, until a deadline of the scheduler.
         if not engine.has_work():
             engine.sleep(_WAIT_S)
-        take(engine.hear())
+        take(engine.poll())
         take(engine.step())
     return found
 

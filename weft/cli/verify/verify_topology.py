@@ -16,13 +16,14 @@ import msgspec
 
 from weft.cli.reference import Reference
 from weft.cli.verify.tiny import FAMILIES, write_family
-from weft.cli.verify.verify_images import told, with_pictures
+from weft.cli.verify.verify_images import image_counters, with_pictures
 from weft.cli.verify.verify_layout import tiny_model
 from weft.cli.verify.verify_run import (
     ForwardOnly,
     Say,
     first_difference,
     generate,
+    greedy_agrees,
     make_prompts,
     report,
     submit_of,
@@ -118,19 +119,8 @@ def against_reference(topology: Topology, path: str, count: int, tokens: int, sa
     if _encode(groups):
         say("no prompt has images: prompts with images are compared only with the engine alone")
     found, good = _groups_answer(groups, asked, say)
-    reference, equal = Reference(config, path, "float64"), 0
-    for number, (prompt, mine) in enumerate(zip(prompts, found, strict=True)):
-        theirs = reference.greedy(prompt, tokens)
-        if mine == theirs:
-            equal += 1
-            continue
-        at = first_difference(mine, theirs)
-        a = ForwardOnly(alone).logits(prompt + mine[:at])[-1]
-        b = reference.logits(prompt + theirs[:at])[-1, : a.shape[-1]]
-        ids, names = (mine[at], theirs[at]), ("groups", "transformers")
-        good = report(say, f"prompt {number}, token {at}", ids, (a, b), names) and good
-    say(f"greedy tokens in float64: {equal} of {len(prompts)} prompts equal to transformers")
-    return good
+    reference = Reference(config, path, "float64")
+    return greedy_agrees(alone, reference, prompts, found, tokens, say, "groups") and good
 
 
 def families(topology: Topology, count: int, tokens: int, say: Say) -> bool:
@@ -233,8 +223,8 @@ def _groups_answer(
 def _done(role: Role, stats: EngineStats) -> str:
     """Return the counters of an instance of ``role`` as text."""
     if role == "encode":
-        return told(stats, encodes=True)
-    images = "" if stats.embedding_transfers is None else f", {told(stats, encodes=False)}"
+        return image_counters(stats, encodes=True)
+    images = "" if stats.embedding_transfers is None else f", {image_counters(stats, encodes=False)}"
     moved = stats.transfers
     if moved is None:
         return f"{stats.prompt_tokens} prompt tokens, {stats.generation_tokens} output tokens{images}"

@@ -65,11 +65,11 @@ class ByModel:
         """Return the records of the model by name. Raise OSError."""
         if model in self._had:
             self._found, self._had = self._directory.read(), set()
-            self._say_strange(self._found)
+            self._log_unserved(self._found)
         self._had.add(model)
         return {name: record for name, record in self._found.items() if record.model == model}
 
-    def _say_strange(self, found: Mapping[str, EngineRecord]) -> None:
+    def _log_unserved(self, found: Mapping[str, EngineRecord]) -> None:
         """Log the engines of models that are not served, each once."""
         for record in found.values():
             if record.model not in self._models and (record.name, record.incarnation) not in self._strange:

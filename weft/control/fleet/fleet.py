@@ -242,7 +242,7 @@ class Fleet:
             for token_event in message.events:
                 self._take(instance, token_event)
         elif isinstance(message, Report):
-            if not self.router.hear(instance, message, self._now):
+            if not self.router.report(instance, message, self._now):
                 self._send(instance, m.WatchPrefixes())
             self._follow_version(instance)
         elif isinstance(message, m.Welcome):
@@ -274,7 +274,7 @@ class Fleet:
         """
         if len(self.table.instances) > 1:
             for instance in self.table.instances.values():
-                if instance.alive and not instance.watched and self.router.asks(instance):
+                if instance.alive and not instance.watched and self.router.wants_prefixes(instance):
                     instance.watched = True
                     self._send(instance, m.WatchPrefixes())
 

@@ -312,7 +312,7 @@ class InstanceTable:
         )
         self._look_for_path(now)
         self._changed(now)
-        self._say_who_is_lonely()
+        self._log_engines_without_partner()
 
     def _look_for_path(self, now: float) -> None:
         missing = [one for one in self.wanted if not one.alive]
@@ -450,7 +450,7 @@ class InstanceTable:
             one for one in self._serving() if one.state is InstanceState.UP or not one.open.keys() - {leaving}
         ]
 
-    def _say_who_is_lonely(self) -> None:
+    def _log_engines_without_partner(self) -> None:
         """Log each live instance without a possible partner, once per process."""
         alive = [one for one in self.instances.values() if one.alive]
         for one in alive:

@@ -147,9 +147,9 @@ class Lateness:
         for limit, since in self._limits():
             limit.look(since, now)
         if self._role.passed and not before:
-            self._say_what_follows()
+            self._log_missing_pair()
 
-    def _say_what_follows(self) -> None:
+    def _log_missing_pair(self) -> None:
         """Log what happens to requests without a pair of a prefill and a decode instance."""
         if not self._table.local:
             then = "requests wait for a pair" if self._table.awaited else "requests are rejected"

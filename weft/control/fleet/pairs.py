@@ -102,11 +102,11 @@ class Router:
         has reported."""
         return next((one.weights_name for one in instances if one.weights == self.weights), b"")
 
-    def asks(self, instance: Instance) -> bool:
+    def wants_prefixes(self, instance: Instance) -> bool:
         """Return True if ``instance``, which is up, should report cached prefixes."""
         return self._policies.knows_prefixes and instance.role != "encode"
 
-    def hear(self, instance: Instance, message: Report, now: float) -> bool:
+    def report(self, instance: Instance, message: Report, now: float) -> bool:
         """Store the reported load, cached prefixes or LoRA adapter of ``instance``, and update the policies.
 
         Return False if a report was missed, so the whole index must be sent again.
@@ -120,7 +120,7 @@ class Router:
         elif not instance.prefixes.take(message):
             return False
         for policy in self._policies:
-            policy.told(instance, isinstance(message, Heartbeat) and message.idle)
+            policy.observe(instance, isinstance(message, Heartbeat) and message.idle)
         return True
 
     def route(

@@ -76,7 +76,7 @@ class Policy(abc.ABC):
         unknown.
         """
 
-    def told(self, instance: Instance, idle: bool) -> None:  # noqa: B027, most need not know
+    def observe(self, instance: Instance, idle: bool) -> None:  # noqa: B027, most need not know
         """Take note of a report of ``instance``: of cached prefixes or, with ``idle``, of no work left."""
 
 
@@ -182,7 +182,7 @@ class PrefixAffinity(Policy):
         for block_hash in reversed(hashes):
             known.put(block_hash, True)
 
-    def told(self, instance: Instance, idle: bool) -> None:
+    def observe(self, instance: Instance, idle: bool) -> None:
         """Forget blocks with no more chance to enter the reported cache.
 
         An idle instance without open sequences has computed every block sent there, so the report is

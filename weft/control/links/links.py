@@ -438,7 +438,7 @@ class Links:
             while self._pending:
                 event = self._pending.popleft()
                 if self._placements is not None:
-                    self._placements.heard(event)
+                    self._placements.record(event)
                 for action in self._fleet.on(event, self._clock.now()):
                     self._attempt(functools.partial(self._carry_out, action))
         finally:

@@ -53,7 +53,7 @@ class Placements:
         self._open[message.sequence, instance] = (span, message.attempt)
         return msgspec.structs.replace(message, trace=span.context.traceparent())
 
-    def heard(self, received: e.Event) -> None:
+    def record(self, received: e.Event) -> None:
         """Mark first tokens, and close spans at final events, if ``received`` brings tokens.
 
         Other events are ignored.

@@ -178,23 +178,23 @@ def answer(link: socket.socket, message: Stop | Verdict) -> None:
         link.send(msgspec.msgpack.encode(message))
 
 
-def hear(link: socket.socket) -> list[FromFront] | None:
+def receive(link: socket.socket) -> list[FromFront] | None:
     """Return all messages since the last call, or None after the end of the API server. Never block.
 
     Raise MsgspecError for an invalid message.
     """
-    heard: list[FromFront] = []
+    messages: list[FromFront] = []
     while True:
         try:
             frame = link.recv(MOST_BYTES)
         except BlockingIOError:
-            return heard
+            return messages
         except OSError:
             return None
         if not frame:
             # End of the stream. Deliver the last messages first; the next call returns None.
-            return heard or None
-        heard.append(_from_front.decode(frame))
+            return messages or None
+        messages.append(_from_front.decode(frame))
 
 
 class SupervisorLink:

@@ -139,7 +139,7 @@ class ClusterServer:
         ready = self._selector.select(TURN_S)
         for key, _ in ready:
             name, incarnation = key.data
-            self._hear(name, incarnation, key.fileobj)
+            self._read_front(name, incarnation, key.fileobj)
         # Signal handlers only append to the queue. The supervisor runs in this thread alone.
         while self._signals:
             self._on(s.Signalled(self._signals.popleft()))
@@ -169,7 +169,7 @@ class ClusterServer:
         self._publish()
         self._answer()
 
-    def _hear(self, name: str, incarnation: int, link: object) -> None:
+    def _read_front(self, name: str, incarnation: int, link: object) -> None:
         """Turn the messages of an API server into events.
 
         Stop reading after the end of the stream. An invalid message is logged and counts as the end of the
@@ -177,14 +177,14 @@ class ClusterServer:
         """
         assert isinstance(link, socket.socket)
         try:
-            heard = channel.hear(link)
+            messages = channel.receive(link)
         except msgspec.MsgspecError:
             log.error("API server %s sent an invalid message", name)
-            heard = None
+            messages = None
         # The process status reports the end of the API server, so the closed channel is no event.
-        if heard is None:
+        if messages is None:
             self._selector.unregister(link)
-        for message in heard or ():
+        for message in messages or ():
             if isinstance(message, channel.FrontReady):
                 self._on(s.FrontIsReady(name, incarnation))
             elif isinstance(message, channel.FrontAlive):
@@ -206,7 +206,7 @@ class ClusterServer:
             self._verdicts.append((name, incarnation, models.command(message)))
             models.renew()
         elif isinstance(message, channel.OfModels):
-            models.hear(_member(name, incarnation), message)
+            models.report(_member(name, incarnation), message)
 
     def _front_left(self, name: str, incarnation: int) -> None:
         """Close the requests of an API server whose process has ended."""

@@ -83,7 +83,7 @@ class ModelLoads:
 
     # -- messages and time
 
-    def hear(self, front: str, message: channel.OfModels) -> None:
+    def report(self, front: str, message: channel.OfModels) -> None:
         """Handle a report of an API server."""
         match message:
             case channel.FrontJoins():

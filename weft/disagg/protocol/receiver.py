@@ -73,17 +73,17 @@ class TransferReceiver(TransferTable):
                 actions += self._admitted(transfer, message, now)
         return actions
 
-    def _heard_early(self, peer: Peer, message: r.TransferMessage, now: float) -> list[ev.Action]:
+    def _early_message(self, peer: Peer, message: r.TransferMessage, now: float) -> list[ev.Action]:
         """Park an offer without a Submit, or answer ``Later`` if there is no space. Other messages: see
         ``TransferTable``."""
         if not isinstance(message, r.Admitted):
-            return super()._heard_early(peer, message, now)
+            return super()._early_message(peer, message, now)
         self._early.flush(message.key)  # a repeated offer replaces the parked offer
         if self._early.park(message.key, (peer, message), len(r.encode(message)), now):
             return []
         return [ev.SendToPeer(peer, r.Later(key=message.key, seconds=LATER_S))]
 
-    def _heard_of(self, transfer: Transfer, message: r.TransferMessage, now: float) -> list[ev.Action]:
+    def _live_message(self, transfer: Transfer, message: r.TransferMessage, now: float) -> list[ev.Action]:
         """Handle a message of a live transfer: offer, repeated offer or first tokens. Tokens with a wrong
         digest fail the transfer. Other messages count as strays."""
         match message:

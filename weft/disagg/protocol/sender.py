@@ -74,7 +74,7 @@ class TransferSender(TransferTable):
         transfer.metadata = sealed(message)
         return [] if transfer.state is State.new else self._say(transfer, transfer.metadata, now)
 
-    def _heard_of(self, transfer: Transfer, message: r.TransferMessage, now: float) -> list[ev.Action]:
+    def _live_message(self, transfer: Transfer, message: r.TransferMessage, now: float) -> list[ev.Action]:
         """Handle a message of a live transfer: accepted, postponed, refused or received. Impossible messages
         count as strays; others that come too late are ignored."""
         match message:

@@ -25,7 +25,7 @@ class Open(_Record, frozen=True):
     """Maximum seconds of the transfer, counted from the first offer."""
 
 
-class Heard(_Record, frozen=True):
+class PeerMessage(_Record, frozen=True):
     """A message arrived from the engine process of another group."""
 
     peer: Peer
@@ -122,7 +122,16 @@ class Refuse(_Record, frozen=True):
 
 
 Common = (
-    Open | Heard | PeerLost | Revoked | RankReport | RankStopped | RankGone | RankBack | Cancel | TransferTick
+    Open
+    | PeerMessage
+    | PeerLost
+    | Revoked
+    | RankReport
+    | RankStopped
+    | RankGone
+    | RankBack
+    | Cancel
+    | TransferTick
 )
 SenderEvent = Common | Offer | Finished
 ReceiverEvent = Common | Reserve | Postpone | Refuse

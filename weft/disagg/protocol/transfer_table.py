@@ -186,11 +186,11 @@ class TransferTable:
         """Handle a rank report without a failure."""
         return []
 
-    def _heard_of(self, transfer: Transfer, message: r.TransferMessage, now: float) -> list[ev.Action]:
+    def _live_message(self, transfer: Transfer, message: r.TransferMessage, now: float) -> list[ev.Action]:
         """Handle a message of the peer about a live transfer, except fences."""
         raise NotImplementedError
 
-    def _heard_early(self, peer: Peer, message: r.TransferMessage, now: float) -> list[ev.Action]:
+    def _early_message(self, peer: Peer, message: r.TransferMessage, now: float) -> list[ev.Action]:
         """Handle a message of an unknown transfer. Default: answer ``Fenced``."""
         return [ev.SendToPeer(peer, r.Fenced(key=message.key))]
 
@@ -201,14 +201,14 @@ class TransferTable:
         match event:
             case ev.Open():
                 return self._open(event, now)
-            case ev.Heard():
-                return self._heard(event, now)
+            case ev.PeerMessage():
+                return self._message(event, now)
             case ev.RankReport():
                 return self._rank_report(event, now)
             case ev.RankStopped(key, rank):
                 return self._rank_stopped(key, rank, now)
             case ev.RankGone(rank):
-                return self._rank_gone(rank, now)
+                return self._rank_ended(rank, now)
             case ev.RankBack(rank):
                 self._gone.discard(rank)
                 return []
@@ -223,7 +223,7 @@ class TransferTable:
             case ev.TransferTick():
                 return self._tick(now)
 
-    def _heard(self, event: ev.Heard, now: float) -> list[ev.Action]:
+    def _message(self, event: ev.PeerMessage, now: float) -> list[ev.Action]:
         """Handle a peer's message. A message of another process than the transfer's peer is dropped. For an
         ended transfer the stored answer is repeated."""
         key, message = event.message.key, event.message
@@ -237,11 +237,11 @@ class TransferTable:
         if isinstance(message, r.Fenced):
             return self._peer_stopped(key, now)
         if transfer is not None:
-            return self._heard_of(transfer, message, now)
+            return self._live_message(transfer, message, now)
         ended = self._ended.get(key)
         if ended is not None:
             return [ev.SendToPeer(event.peer, ended.answer)]
-        return self._heard_early(event.peer, message, now)
+        return self._early_message(event.peer, message, now)
 
     def _open(self, event: ev.Open, now: float) -> list[ev.Action]:
         """Register a transfer. If a fence came first, report the transfer failed and its memory free. No
@@ -333,7 +333,7 @@ class TransferTable:
         lost = Unavailable("a process of the transfer was lost")
         return self._fail(transfer, lost.info(), now) if self._gone else []
 
-    def _rank_gone(self, rank: int, now: float) -> list[ev.Action]:
+    def _rank_ended(self, rank: int, now: float) -> list[ev.Action]:
         """Record the end of a rank's process: fail all bound transfers, and count the rank as stopped in
         failing transfers."""
         actions: list[ev.Action] = []

@@ -34,7 +34,7 @@ from weft.disagg.protocol.sender import TransferSender, not_needed
 from weft.disagg.protocol.transfer_table import TransferPatience
 from weft.disagg.protocol.volume import transfer_bytes
 from weft.engine.disagg import transfer_notes as notes
-from weft.engine.disagg.group_transfers import RankWord
+from weft.engine.disagg.group_transfers import RankEvent
 from weft.engine.disagg.peers import Peers, PeerWatch
 from weft.engine.disagg.transfer_ends import TransferRanks, TransferScheduler
 from weft.engine.disagg.transfer_notes import TransferNotes, TransferTally
@@ -156,7 +156,7 @@ class EngineTransfers:
     def open(self, parameters: r.TransferParameters) -> None:
         """Register the transfer of a Submit and start its deadline.
 
-        Known keys are ignored. The caller must call ``asked`` afterwards.
+        Known keys are ignored. The caller must call ``serve`` afterwards.
 
         An unknown peer is asked for its process id. The transfer of an ended peer fails.
         """
@@ -185,16 +185,16 @@ class EngineTransfers:
         now = self._clock.now()
         if now >= self._tick_at:
             self._tick(now)
-        return self.asked(scheduler)
+        return self.serve(scheduler)
 
-    def asked(self, scheduler: TransferScheduler) -> list[TokenEvent]:
+    def serve(self, scheduler: TransferScheduler) -> list[TokenEvent]:
         """Execute the scheduler's requests and handle the reports of ranks. Return the events. Does not
         block.
 
-        Call ``asked`` after each input to the scheduler, and after each launch or commit of a step.
+        Call ``serve`` after each input to the scheduler, and after each launch or commit of a step.
         """
-        for word in self._ranks.take():
-            self._rank_said(word)
+        for event in self._ranks.take():
+            self._rank_reported(event)
         events: list[TokenEvent] = []
         # An executed action may create requests, and a request may create actions: loop until both are empty.
         while True:
@@ -207,7 +207,7 @@ class EngineTransfers:
                 self._request(request)
 
     def lose(self) -> None:
-        """Fail all transfers after the loss of ranks. The caller must call ``asked`` afterwards."""
+        """Fail all transfers after the loss of ranks. The caller must call ``serve`` afterwards."""
         self._whole = False
         lost = Unavailable("a process of the transfer was lost").info()
         for key in list(self._records):
@@ -215,10 +215,10 @@ class EngineTransfers:
 
     def regain(self) -> None:
         """Resume after the recovery: repeat pending stops and release deferred offers. The caller must call
-        ``asked``.
+        ``serve``.
         """
-        for word in self._ranks.take():  # reports from before the recovery
-            self._rank_said(word)
+        for event in self._ranks.take():  # reports from before the recovery
+            self._rank_reported(event)
         self._whole = True
         for rank in self._gone:
             self._on(ev.RankBack(rank))
@@ -245,7 +245,7 @@ class EngineTransfers:
     # ---- input
 
     def _on(self, event: ev.SenderEvent | ev.ReceiverEvent) -> None:
-        """Feed ``event`` to the state machine and queue the resulting actions for ``asked``."""
+        """Feed ``event`` to the state machine and queue the resulting actions for ``serve``."""
         machine = self._machine
         now = self._clock.now()
         if isinstance(machine, TransferSender):
@@ -292,7 +292,7 @@ class EngineTransfers:
         A message that breaks the state machine cancels only its own transfer.
         """
         peer = arrived.peer
-        self._peers.heard(peer, arrived.process)
+        self._peers.register(peer, arrived.process)
         if arrived.asks:
             self._channel.send(peer, b"", asks=False)
         if not arrived.body or peer in self._lost:
@@ -308,20 +308,20 @@ class EngineTransfers:
             )
             return
         try:
-            self._on(ev.Heard(peer, message))
+            self._on(ev.PeerMessage(peer, message))
         except Exception:  # an invalid message must end only the message's own transfer
             log.exception("processing a message of %s failed", peer.name)
             self.bad += 1
             bad = r.TransferMessageError("the other end of the transfer sent an invalid message")
             self._on(ev.Cancel(message.key, bad.info()))
 
-    def _rank_said(self, word: RankWord) -> None:
+    def _rank_reported(self, event: RankEvent) -> None:
         """Note the stage of a rank's report and feed the report to the state machine.
 
         An ended rank counts as stopped in all transfers, and is marked back at ``regain``.
         """
         # A failed outcome leaves no mark; the state machine receives every report below.
-        match word:
+        match event:
             case ev.RankReport(key, _, outcome) if outcome is not Outcome.failed:
                 self._mark(key, notes.FIRST_BYTE)
                 if outcome is Outcome.done:
@@ -334,7 +334,7 @@ class EngineTransfers:
                 self._gone.add(rank)
                 for key in list(self._stops):
                     self._has_stopped(key, rank)
-        self._on(word)
+        self._on(event)
 
     def _has_stopped(self, key: TransferKey, rank: int) -> None:
         """Remove ``rank`` from the pending stop of ``key``. Unknown keys are ignored."""

@@ -19,7 +19,7 @@ from weft.disagg.protocol import transfer_events as ev
 from weft.types import frames as f
 from weft.types.transfer import Admitted, Blocks, Bound, Endpoint, GroupDims, TransferKey
 
-RankWord = ev.RankReport | ev.RankStopped | ev.RankGone
+RankEvent = ev.RankReport | ev.RankStopped | ev.RankGone
 
 
 class OwnTransfer(Protocol):
@@ -73,7 +73,7 @@ class GroupTransfers:
         self._endpoints, self._others, self._send = endpoints, dict(others), send
         self._cache = cache
         self._sockets = [reports.descriptor, *sockets]
-        self._said: deque[RankWord] = deque()
+        self._events: deque[RankEvent] = deque()
 
     @property
     def dims(self) -> GroupDims:
@@ -113,21 +113,21 @@ class GroupTransfers:
             for rank in self._others:
                 self._send(rank, data)
 
-    def heard(self, frame: f.TransferToEngine) -> None:
+    def report(self, frame: f.TransferToEngine) -> None:
         """Queue a report from another rank of the group."""
         number = self._others[frame.rank]
         match frame:
             case f.TransferReport(key=key, outcome=outcome, error=error):
-                self._said.append(ev.RankReport(key, number, outcome, error))
+                self._events.append(ev.RankReport(key, number, outcome, error))
             case f.TransferStopped(key=key):
-                self._said.append(ev.RankStopped(key, number))
+                self._events.append(ev.RankStopped(key, number))
 
     def ended(self, rank: int) -> None:
         """Queue the end of the process with frame rank ``rank``. Safe from any thread."""
         if rank in self._others:
-            self._said.append(ev.RankGone(self._others[rank]))
+            self._events.append(ev.RankGone(self._others[rank]))
 
-    def take(self) -> list[RankWord]:
+    def take(self) -> list[RankEvent]:
         """Remove and return the reports of all ranks and the ended ranks, in order of arrival.
 
         Cheap when there are none.
@@ -137,17 +137,17 @@ class GroupTransfers:
         """
         if self._own.failure is not None:
             raise EngineDead("the engine's KV transfer thread has failed")
-        said: list[RankWord] = []
-        for word in self._reports.take():
-            said.append(_of_engine(word))
+        events: list[RankEvent] = []
+        for event in self._reports.take():
+            events.append(_of_engine(event))
         # Another thread may append an end of a process meanwhile (`ended`), so drain with popleft.
-        while self._said:
-            said.append(self._said.popleft())
-        return said
+        while self._events:
+            events.append(self._events.popleft())
+        return events
 
 
-def _of_engine(word: ev.RankReport | ev.RankStopped) -> RankWord:
+def _of_engine(event: ev.RankReport | ev.RankStopped) -> RankEvent:
     """Return the report with rank 0: frames and local transfers number the engine's rank differently."""
-    if isinstance(word, ev.RankReport):
-        return ev.RankReport(word.key, 0, word.outcome, word.error)
-    return ev.RankStopped(word.key, 0)
+    if isinstance(event, ev.RankReport):
+        return ev.RankReport(event.key, 0, event.outcome, event.error)
+    return ev.RankStopped(event.key, 0)

@@ -61,7 +61,7 @@ class Peers(Protocol):
 
     def knows(self, peer: Peer) -> bool: ...
 
-    def heard(self, peer: Peer, process: PeerProcess) -> None: ...
+    def register(self, peer: Peer, process: PeerProcess) -> None: ...
 
     def look(self) -> None: ...
 
@@ -98,7 +98,7 @@ class PeerWatch:
         process = self._known.get(peer)
         return process is not None and process.host == self._host
 
-    def heard(self, peer: Peer, process: PeerProcess) -> None:
+    def register(self, peer: Peer, process: PeerProcess) -> None:
         """Register the process of a peer and watch for the end, which ``take`` reports.
 
         Known peers are ignored.

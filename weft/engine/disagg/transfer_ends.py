@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from weft.engine.disagg.group_transfers import RankWord
+from weft.engine.disagg.group_transfers import RankEvent
 from weft.types import frames as f
 from weft.types import transfer as r
 from weft.types.messages import TokenEvent
@@ -38,4 +38,4 @@ class TransferRanks(Protocol):
 
     def send(self, frame: f.TransferToRank) -> None: ...
 
-    def take(self) -> list[RankWord]: ...
+    def take(self) -> list[RankEvent]: ...

@@ -50,7 +50,7 @@ class StepPixels:
         framed = tuple(_framed(op, by_name) for op in plan.ops)
         return msgspec.structs.replace(plan, ops=framed)
 
-    def heard(self, frame: f.ToEngine) -> f.ToEngine:
+    def check(self, frame: f.ToEngine) -> f.ToEngine:
         """Return ``frame`` unchanged.
 
         After a rank has failed to open a name, later frames carry pixels; logged once.

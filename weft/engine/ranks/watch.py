@@ -175,6 +175,6 @@ class RankWatch(_Thread):
         if heartbeat.given_up or heartbeat.incarnation != self._heartbeat().incarnation:
             self._replaced = True
         else:
-            self._liveness.heard(0, time.monotonic())
+            self._liveness.heartbeat(0, time.monotonic())
             self._ended(heartbeat.aborted)
         return True

@@ -231,7 +231,7 @@ class ScriptedEngine:
     def check(self) -> None:
         """Do nothing: there are no ranks."""
 
-    def hear(self) -> list[TokenEvent]:
+    def poll(self) -> list[TokenEvent]:
         """Return no events: there is no external input."""
         return []
 

@@ -136,7 +136,7 @@ class ServedEngine(EngineInterface, Protocol):
 
     def check(self) -> None: ...
 
-    def hear(self) -> list[m.TokenEvent]: ...
+    def poll(self) -> list[m.TokenEvent]: ...
 
     def step(self) -> list[m.TokenEvent]: ...
 
@@ -196,11 +196,11 @@ class EngineServer:
             while not self._protocol.stopped:
                 busy = self._core.has_work()
                 self._receive(self._wait_ms() if busy else IDLE_POLL_MS)
-                self._core.check()  # before `hear`, which handles the transfer reports received here
-                self._tell(self._core.hear())
+                self._core.check()  # before `poll`, which handles the transfer reports received here
+                self._tell(self._core.poll())
                 self._send(self._protocol.adapters_changed())
                 self._send(self._protocol.weights_changed())
-                # `hear` may have created work, so ask again.
+                # `poll` may have created work, so ask again.
                 if self._core.has_work():
                     busy = True
                     self._tell(self._core.step())

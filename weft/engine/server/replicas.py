@@ -172,7 +172,7 @@ class Replicas:
     blocked = False
     """Always False: the replicas wait for external input on their own. See ``EngineCore.blocked``."""
 
-    def hear(self) -> list[m.TokenEvent]:
+    def poll(self) -> list[m.TokenEvent]:
         """Return no events. See ``blocked``."""
         return []
 

@@ -60,7 +60,7 @@ class EngineTier:
             self.loads.on(word, self._clock.now())
         return []
 
-    def asked(self, scheduler: object) -> list[TokenEvent]:
+    def serve(self, scheduler: object) -> list[TokenEvent]:
         """Send the commands of the scheduler to the ranks. Return no events."""
         for command in self.loads.requests(self._clock.now()):
             self._ranks.send(command)
@@ -80,6 +80,6 @@ class EngineTier:
     def finish(self) -> None:
         """Store the blocks that wait, as long as ``moving`` allows. Blocks."""
         while self.moving:
-            self.asked(None)
+            self.serve(None)
             self.take(None)
             time.sleep(_POLL_S)

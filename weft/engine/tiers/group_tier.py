@@ -109,7 +109,7 @@ class GroupTier:
         last = max((number for number in self._jobs if number >= 0), default=0)
         self.send(CopyBlocks(job=-1 - last, load=False))
 
-    def heard(self, copied: BlocksCopied) -> None:
+    def report(self, copied: BlocksCopied) -> None:
         """Apply the report of a rank."""
         job = self._jobs.get(copied.job)
         if job is None or copied.rank not in job.waiting:
@@ -138,7 +138,7 @@ class GroupTier:
             self._poll()
         for report in self._own.take():
             if isinstance(report, BlocksCopied):
-                self.heard(report)
+                self.report(report)
             elif isinstance(report, StoreChanged):
                 words.append(Changed(report.added, report.gone, report.level, report.whole))
             elif isinstance(report, StoredElsewhere):

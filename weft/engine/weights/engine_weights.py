@@ -193,31 +193,31 @@ class EngineWeights:
         else:
             self._files.keep(())
 
-    def update(self, update: WeightsUpdate, hear: Callable[[], object]) -> None:
-        """Stage and use ``update`` while no sequence is open. Blocks. ``hear``: handles input of the ranks.
+    def update(self, update: WeightsUpdate, poll: Callable[[], object]) -> None:
+        """Stage and use ``update`` while no sequence is open. Blocks. ``poll``: handles input of the ranks.
 
         Raises the error of a refused update.
         """
         try:
             self.begin(StageWeights(update=update))
-            self._answer(hear)
+            self._answer(poll)
             self.begin(UseWeights(version=update.version))
-            self._answer(hear)
+            self._answer(poll)
         finally:
             self.begin(DropWeights())  # after a failure, ranks would keep a second model
 
-    def free(self, weights: bool, hear: Callable[[], object]) -> None:
-        """Give the memory of the KV cache, and with ``weights`` of the weights, back. Blocks. ``hear``: see
+    def free(self, weights: bool, poll: Callable[[], object]) -> None:
+        """Give the memory of the KV cache, and with ``weights`` of the weights, back. Blocks. ``poll``: see
         ``update``. Raises Unavailable while a sequence is open."""
         self.begin(FreeMemory(weights=weights))
-        self._answer(hear)
+        self._answer(poll)
 
-    def _answer(self, hear: Callable[[], object]) -> WeightsChanged:
+    def _answer(self, poll: Callable[[], object]) -> WeightsChanged:
         until = time.monotonic() + STAGE_S
         while not (answers := self.finished()):
             if time.monotonic() > until:
                 raise Unavailable(f"the ranks did not read the new weights within {STAGE_S:g} s")
-            hear()
+            poll()
             time.sleep(POLL_S)
         if answers[-1].error is not None:
             raise ReportedError(answers[-1].error)
@@ -314,7 +314,7 @@ class EngineWeights:
         self._answers.append(self._changed())
         return events
 
-    def asked(self, scheduler: object) -> list[TokenEvent]:
+    def serve(self, scheduler: object) -> list[TokenEvent]:
         """Return no events: the scheduler requests nothing."""
         return []
 

@@ -156,7 +156,7 @@ class GroupWeights:
         for rank in self._others:
             self._send(rank, f.encode(DropWeights()))
 
-    def heard(self, report: WeightsReport) -> None:
+    def report(self, report: WeightsReport) -> None:
         """Take the report of another rank."""
         self._reports[report.rank] = report
 

@@ -98,7 +98,7 @@ class RankWeights:
 
     def report(self) -> WeightsReport | None:
         """Return the result of ``stage``, once; None before the end. Does not block."""
-        self.bell.hear()
+        self.bell.clear()
         staged = self._staged
         if staged is None or self._reported or (self._thread is not None and self._thread.is_alive()):
             return None

@@ -52,7 +52,7 @@ class EncodeBatch:
         bound = [transfer for transfer in self._waiting if transfer.bound]
         if starved is not None and (starved.sent or starved.over):
             starved = None
-        self._send_what_is_there([r for r in bound if starved is None or r.order <= starved.order])
+        self._send_stored([r for r in bound if starved is None or r.order <= starved.order])
         # Transfers are still waiting for the tower, so the ready embeddings leave alone.
         self.hurried = hurry and 0 < len(self.sent) < len(self._waiting)
         if self.hurried:
@@ -65,7 +65,7 @@ class EncodeBatch:
 
     # ----
 
-    def _send_what_is_there(self, bound: list[ItemTransfer]) -> None:
+    def _send_stored(self, bound: list[ItemTransfer]) -> None:
         """Send the stored embeddings of ``bound`` in order. Stop at the first embedding that cannot be lifted
         from the host."""
         for transfer in bound:
