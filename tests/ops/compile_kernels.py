@@ -311,8 +311,10 @@ def entries(first: int, lora: int, rope: int, index: tuple[int, int], dtype: tor
     writes = torch.zeros(4, dtype=torch.int64)
     for one in (q_weight, None):
         latent_rope_cache(joined, one, weight, 1e-6, angles, angles, one is None, cache, writes)
-        caches = latent_caches(lora, rope, 16, dtype, True)
-        latent_rope_cache_fp8(joined, one, weight, 1e-6, angles, angles, one is None, *caches, writes)
+        codes, scales, keys = latent_caches(lora, rope, 16, dtype, True)
+        latent_rope_cache_fp8(
+            joined, one, weight, 1e-6, angles, angles, one is None, codes, scales, keys, writes
+        )
     heads, dim = index
     norm = torch.empty(dim, dtype=dtype)
     parts = IndexParts(torch.empty(4, dim + heads, dtype=dtype), norm, norm, 1e-6, False)

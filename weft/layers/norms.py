@@ -44,9 +44,10 @@ class WideStreamNorm(RMSNorm):
         self._norm = build.op("rms_norm", wide=True).run
         self._dtype = build.dtype
 
-    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, delta: Contribution | None) -> tuple[Tensor, Tensor]:
         """Return (x + delta, norm of the sum in the model's dtype). x: wide [T, size]."""
-        x = x if delta is None else x + delta
+        added = summed(delta)
+        x = x if added is None else x + added
         normed: Tensor = self._norm(x, self.weight, self._eps)
         return x, normed.to(self._dtype)
 
