@@ -111,7 +111,7 @@ def test_base_rows_make_the_calls_of_a_server_without_places(dense: bool, tmp_pa
                 assert own - due == apart
                 assert not due - own
             # The adapters are a source of events, and the engine asks all sources before and after a step.
-            assert calls - python == Counter({"EngineAdapters.asked": 2})
+            assert calls - python == Counter({"EngineAdapters.serve": 2})
             assert not python - calls
             adapted, _ = steps(core, core.adapters.digests["a"])
             assert adapted[0]["weft_cpu.low_rank.default"], "the adapter must have been used"

@@ -23,6 +23,8 @@ from weft.config.resolved import EngineConfig
 from weft.config.spec import CacheSpec, ModelSpec, VisionSpec
 from weft.types import transfer
 
+_PLANNED = {"DeltaSpec": frozenset({"matrices"})}
+"""Fields of a spec that only the plan of memory reads. No content of a cache depends on these fields."""
 _FORMER_FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -70,6 +72,8 @@ def spec_facts(spec: msgspec.Struct) -> dict[str, Any]:
     first = FIRST_FIELDS.get(type(spec).__name__, frozenset())
     made: dict[str, Any] = {}
     for field in msgspec.structs.fields(spec):
+        if field.name in _PLANNED.get(type(spec).__name__, ()):
+            continue
         value = getattr(spec, field.name)
         if field.name in first or field.required or value != field.default:
             made[field.name] = _facts(value)
