@@ -105,12 +105,13 @@ def test_two_models_behind_two_api_servers(fleet: Fleet) -> None:
         assert ask(base, "latent") == due["latent"]
         assert groups(base) == {"text": "running", "latent": "running"}
 
-    fleet.engine("text1")
+    second = fleet.engine("text1")
     until(lambda: all(groups(base).get("text1") == "running" for base in bases))
     with ThreadPoolExecutor(4) as pool:
         streams = [pool.submit(ask, base, "text", 1200) for base in bases * 2]
-        until(lambda: load(bases[0], "text") and load(bases[0], "text1"))
-        os.kill(first.engine(), signal.SIGKILL)
+        until(lambda: load(bases[0], "text") or load(bases[0], "text1"))  # one engine may get all streams
+        busy = first if load(bases[0], "text") else second
+        os.kill(busy.engine(), signal.SIGKILL)
         os.kill(latent.engine(), signal.SIGKILL)
         assert latent.process.wait(deadline(30)) == 1
         messages = list(pool.map(refused, bases, ["latent"] * 2))
