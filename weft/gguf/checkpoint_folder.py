@@ -42,11 +42,8 @@ def find_gguf(path: Path) -> Path | None:
             raise ConfigError(f"there is no file {str(path)!r}", param="--model")
         refuse_pointer(path, "--model")
         return path
-    others = (
-        _LAYOUT,
-        "*.safetensors",
-        "*.bin",
-    )  # a folder made from a file, or with weights of another format
+    # A folder made from a file, or with weights of another format.
+    others = (_LAYOUT, "*.safetensors", "*.bin")
     if (path / "config.json").is_file() and any(next(path.glob(name), None) for name in others):
         return None
     found = sorted(file for file in path.glob("*.gguf") if not _BESIDE.search(file.name))

@@ -7,7 +7,7 @@ import torch
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Layer
 from weft.layers.dense import RMSNorm
-from weft.ops.moe import Contribution, summed
+from weft.ops.moe import Contribution, added
 
 Tensor = torch.Tensor
 
@@ -31,8 +31,7 @@ class LayerNorm(Layer):
 
     def add(self, x: Tensor, delta: Contribution | None) -> tuple[Tensor, Tensor]:
         """Return (x + delta, norm of the sum)."""
-        added = summed(delta)
-        x = x if added is None else x + added
+        x = added(x, delta)
         return x, self.forward(x)
 
 
@@ -46,8 +45,7 @@ class WideStreamNorm(RMSNorm):
 
     def add(self, x: Tensor, delta: Contribution | None) -> tuple[Tensor, Tensor]:
         """Return (x + delta, norm of the sum in the model's dtype). x: wide [T, size]."""
-        added = summed(delta)
-        x = x if added is None else x + added
+        x = added(x, delta)
         normed: Tensor = self._norm(x, self.weight, self._eps)
         return x, normed.to(self._dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.config.parts.mixers import MambaSpec
-from weft.config.spec import ModelSpec
+from weft.config.spec import DeltaSpec, ModelSpec
 from weft.models.weights import WeightMap, add_experts
 
 
@@ -57,6 +57,20 @@ def add_mamba_or_attention(made: WeightMap, spec: ModelSpec, layer: int, theirs:
         add_mamba(made, spec.mamba, f"{theirs}.mamba", f"{ours}.attention")
     else:
         add_grouped_attention(made, spec, f"{theirs}.self_attn", f"{ours}.attention")
+
+
+def add_convolutions(
+    made: WeightMap, delta: DeltaSpec, theirs: str, ours: str
+) -> tuple[tuple[str, ...], ...]:
+    """Add the convolution of a delta net to ``made``: one for each of q, k and v, or a single one. Return the
+    names of both forms, one of which a checkpoint has."""
+    key, value = delta.k_heads * delta.k_dim, delta.v_heads * delta.v_dim
+    begin = 0
+    for name, size in (("q", key), ("k", key), ("v", value)):
+        made.add(f"{theirs}.{name}_conv1d.weight", f"{ours}.conv", slice(begin, begin + size))
+        begin += size
+    made.add(f"{theirs}.conv1d.weight", f"{ours}.conv")
+    return tuple(f"{theirs}.{name}_conv1d.weight" for name in "qkv"), (f"{theirs}.conv1d.weight",)
 
 
 def add_mamba(made: WeightMap, mamba: MambaSpec, theirs: str, ours: str) -> None:

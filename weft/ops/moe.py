@@ -125,6 +125,12 @@ def summed(contribution: Contribution | None) -> Tensor | None:
     return contribution.total() if isinstance(contribution, ExpertSum) else contribution
 
 
+def added(x: Tensor, contribution: Contribution | None) -> Tensor:
+    """Return the stream x [T, hidden] plus the contribution; x itself without a contribution."""
+    total = summed(contribution)
+    return x if total is None else x + total
+
+
 # ``x @ weight.T + bias`` for x [T, K] and one matrix.
 Multiply: TypeAlias = Callable[[Tensor, Any, Tensor | None], Tensor]
 # ``activation(gate) * up`` of the two halves of [..., 2 n].

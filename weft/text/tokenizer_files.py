@@ -13,6 +13,7 @@ from weft.common.lfs import read_model_text
 from weft.config.families.facts import read_json
 from weft.text.segments import Segmentation
 from weft.text.vocabularies.choose import added_tokens, read_vocabulary
+from weft.text.vocabularies.converted import token_text
 
 _DEFAULT, _TOOLS = "default", "tool_use"
 """Names of the chat templates that are read."""
@@ -54,7 +55,7 @@ def read_text_files(folder: str | Path) -> TextFiles:
     special = {**config, **_read_json(root, "special_tokens_map.json")}
     vocabulary = read_vocabulary(root, config)
     rows = _rows(root)
-    named = {role: text for role in NAMED if (text := _content(special.get(role))) is not None}
+    named = {role: text for role in NAMED if (text := token_text(special.get(role))) is not None}
     return TextFiles(
         tokenizer_json=vocabulary.tokenizer_json,
         config=config,
@@ -87,13 +88,6 @@ def _read_json(root: Path, name: str) -> dict[str, Any]:
     return read_json(root, name) or {}
 
 
-def _content(token: Any) -> str | None:
-    """Return a token's text from a string or an object with ``content``; None without a text."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) and token else None
-
-
 def _extra_tokens(special: dict[str, Any]) -> tuple[str, ...]:
     """Return the texts of special tokens without a role, without repetitions."""
     found: list[str] = []
@@ -101,10 +95,10 @@ def _extra_tokens(special: dict[str, Any]) -> tuple[str, ...]:
         value = special.get(key)
         # transformers writes a list, or an object with names for the tokens.
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        found.extend(text for item in items if (text := _content(item)) is not None)
+        found.extend(text for item in items if (text := token_text(item)) is not None)
     decoder = special.get("added_tokens_decoder")
     for entry in decoder.values() if isinstance(decoder, dict) else ():
-        text = _content(entry)
+        text = token_text(entry)
         if text is not None and isinstance(entry, dict) and entry.get("special"):
             found.append(text)
     return tuple(dict.fromkeys(found))
@@ -116,7 +110,7 @@ def _variables(config: dict[str, Any]) -> dict[str, str]:
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         value = config.get(key)
         found |= value if isinstance(value, dict) else {}
-    return {name: text for name, value in found.items() if (text := _content(value)) is not None}
+    return {name: text for name, value in found.items() if (text := token_text(value)) is not None}
 
 
 def _eos_ids(root: Path) -> tuple[int, ...]:

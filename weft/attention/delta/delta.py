@@ -52,7 +52,7 @@ class DeltaNet(Packs):
         self._value = value.count
         self._eps = spec.norm_eps if delta.norm_eps is None else delta.norm_eps
         self._bounds = (delta.reach, delta.floor)
-        self._add_inputs(spec.hidden, delta, key, heads, build)
+        self._add_inputs(spec.hidden, delta, key, heads, decays, build)
         channels = joined(key, key, value)
         self.conv: nn.Parameter | None = build.weight(
             channels.count, 1, delta.conv, shard=channels, wide=True
@@ -63,11 +63,13 @@ class DeltaNet(Packs):
         self.out = RowLinear(value, spec.hidden, build)
         self._weights: DeltaWeights | None = None
 
-    def _add_inputs(self, hidden: int, delta: DeltaSpec, key: Shard, heads: Shard, build: Build) -> None:
-        """Add the input projections. ``key``: this rank's key channels; ``heads``: its value heads."""
+    def _add_inputs(
+        self, hidden: int, delta: DeltaSpec, key: Shard, heads: Shard, decays: Shard, build: Build
+    ) -> None:
+        """Add the input projections. ``key``: this rank's key channels; ``heads``: its value heads;
+        ``decays``: the decays of its value heads."""
         value = heads.times(delta.v_dim)
         self.qkvz = PairedLinear(hidden, joined(key, key, value, value), build)
-        decays = heads.times(delta.k_dim if delta.by_channel else 1)
         self.gates = PairedLinear(hidden, joined(heads, decays), build)
         self._sizes = (heads.count, decays.count)
 

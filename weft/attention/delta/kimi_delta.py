@@ -31,12 +31,14 @@ class KimiDelta(DeltaNet):
 
     adapted = ("qkv", "gates", "decay", "gate", "out")
 
-    def _add_inputs(self, hidden: int, delta: DeltaSpec, key: Shard, heads: Shard, build: Build) -> None:
+    def _add_inputs(
+        self, hidden: int, delta: DeltaSpec, key: Shard, heads: Shard, decays: Shard, build: Build
+    ) -> None:
         rank = delta.gate_rank
         value = heads.times(delta.v_dim)
         self.qkv = PairedLinear(hidden, joined(key, key, value), build)
         self.gates = PairedLinear(hidden, joined(whole(rank), whole(rank), heads), build)
-        self.decay = Linear(rank, heads.times(delta.k_dim), build)
+        self.decay = Linear(rank, decays, build)
         self.gate = Linear(rank, value, build)
         self._parts = (rank, rank, heads.count)
 

@@ -178,15 +178,14 @@ class LatentAttention(Layer):
                     own,
                 ),
             )
-        if logits_indices is not None:
-            out, x = out[logits_indices], x[logits_indices]
-        return self._output(out, x, step.adapters_at(logits_indices))
-
-    def _output(self, out: Tensor, x: Tensor, adapters: AdapterRows | None) -> Tensor:
-        """Return the partial sum [T, hidden] for attention's out [T, heads, v] and the layer's input x [T,
-        hidden].
-        """
+        adapters = step.adapters_at(logits_indices)
+        wanted = out if logits_indices is None else out[logits_indices]
         if self.gate is not None:
-            out = (out * sigmoid(self.gate(x, adapters).to(self._wide)).unsqueeze(2)).to(x.dtype)
-        result: Tensor = self.out(out.flatten(1), adapters)
-        return result
+            wanted = self._gated(wanted, x if logits_indices is None else x[logits_indices], adapters)
+        return self.out(wanted.flatten(1), adapters)
+
+    def _gated(self, out: Tensor, x: Tensor, adapters: AdapterRows | None) -> Tensor:
+        """Return attention's out [T, heads, v], each head scaled by the gate for the layer's input x [T,
+        hidden]."""
+        assert self.gate is not None
+        return (out * sigmoid(self.gate(x, adapters).to(self._wide)).unsqueeze(2)).to(x.dtype)

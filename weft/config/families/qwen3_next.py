@@ -88,15 +88,14 @@ def predicting_modules(facts: Facts, field: str) -> int:
     return int(stated != 0 and facts.has_weights("mtp.", default=stated is not None))
 
 
-def hybrid_types(facts: Facts, layers: int) -> list[str]:
-    """Return the type of each layer: ``layer_types``, or attention in every ``full_attention_interval``-th
-    layer.
+def hybrid_types(facts: Facts, layers: int, interval: int | None = None) -> list[str]:
+    """Return the type of each layer: ``layer_types``, or attention in every ``interval``-th layer.
 
-    Raise ConfigError.
+    interval: None for the field ``full_attention_interval``. Raise ConfigError.
     """
     types = facts.get("layer_types")
     if types is None:
-        interval = facts.integer("full_attention_interval", 4)
+        interval = facts.integer("full_attention_interval", 4) if interval is None else interval
         return [LINEAR if (i + 1) % interval else FULL for i in range(layers)]
     if not isinstance(types, list) or any(kind not in (FULL, LINEAR) for kind in types):
         raise facts.fail("layer_types", f"must be a list of {FULL} and {LINEAR}, not {types!r}")

@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 from weft.config.spec import DeltaSpec, ModelSpec
+from weft.models.mixer_weights import add_convolutions
 from weft.models.weights import WeightMap, add_experts, add_gated_mlp, decoder_weights
 
 
@@ -52,7 +53,7 @@ def _add_attention(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ou
         one = WeightMap()
         if delta is not None:
             _add_delta(one, delta, block, form.gate, ours)
-            convs += _add_convolutions(made, delta, block, f"{ours}.conv")
+            convs += add_convolutions(made, delta, block, ours)
         else:
             one.add(f"{block}.g_proj.weight", f"{ours}.gate.weight")
             for name, placed in made.placements.items():
@@ -87,13 +88,3 @@ def _add_delta(made: WeightMap, delta: DeltaSpec, theirs: str, gate: str, ours: 
     made.add(f"{theirs}.{gate}A_log", f"{ours}.log_rate")
     made.add(f"{theirs}.{gate}dt_bias", f"{ours}.step_bias")
     made.add(f"{theirs}.o_norm.weight", f"{ours}.norm")
-
-
-def _add_convolutions(made: WeightMap, delta: DeltaSpec, theirs: str, ours: str) -> list[tuple[str, ...]]:
-    """Add the convolution to ``made``: one for each of q, k and v, or a single one. Return both forms."""
-    size = delta.k_heads * delta.k_dim
-    apart = tuple(f"{theirs}.{name}_conv1d.weight" for name in "qkv")
-    for number, name in enumerate(apart):
-        made.add(name, ours, slice(number * size, (number + 1) * size))
-    made.add(f"{theirs}.conv1d.weight", ours)
-    return [apart, (f"{theirs}.conv1d.weight",)]

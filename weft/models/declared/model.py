@@ -24,7 +24,7 @@ from weft.models.declared.layer_inputs import InputTable, LayerInputs
 from weft.models.decoder import Block, Decoder
 from weft.moe.block import RoutedMLP
 from weft.ops.low_rank import AdapterRows
-from weft.ops.moe import Contribution, summed
+from weft.ops.moe import Contribution, added
 from weft.parallel.comm import Pending, reduced
 
 Tensor = torch.Tensor
@@ -117,8 +117,7 @@ def _added(x: Tensor, delta: Contribution | None, norm: RMSNorm | LayerNorm | No
     """Return (x + delta, norm of the sum), or the sum twice without a norm. May overwrite x with a norm."""
     if norm is not None:
         return norm.add(x, delta)
-    added = summed(delta)
-    x = x if added is None else x + added
+    x = added(x, delta)
     return x, x
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from weft.config.spec import DeltaSpec, ModelSpec
-from weft.models.mixer_weights import add_decoder
+from weft.models.mixer_weights import add_convolutions, add_decoder
 from weft.models.weights import Placement, WeightMap, add_attention, add_gated_mlp
 
 _NORMS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -87,12 +87,8 @@ def _add_delta(made: WeightMap, delta: DeltaSpec, theirs: str, ours: str) -> Non
     for name, size in (("q", key), ("k", key), ("v", value), ("g", value)):
         rows = slice(begin, begin + size)
         made.add(f"{theirs}.{name}_proj.weight", f"{ours}.qkvz.weight", rows)
-        if name != "g":
-            made.add(f"{theirs}.{name}_conv1d.weight", f"{ours}.conv", rows)
         begin += size
-    made.add(f"{theirs}.conv1d.weight", f"{ours}.conv")
-    apart = tuple(f"{theirs}.{name}_conv1d.weight" for name in "qkv")
-    made.choices.append((apart, (f"{theirs}.conv1d.weight",)))
+    made.choices.append(add_convolutions(made, delta, theirs, ours))
     made.add(f"{theirs}.b_proj.weight", f"{ours}.gates.weight", slice(0, delta.v_heads))
     made.add(f"{theirs}.a_proj.weight", f"{ours}.gates.weight", slice(delta.v_heads, 2 * delta.v_heads))
     made.add(f"{theirs}.A_log", f"{ours}.log_rate")

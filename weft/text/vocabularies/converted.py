@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -32,6 +33,13 @@ class Converted(msgspec.Struct, frozen=True, kw_only=True):
     pattern: str = ""
     """Regular expression that cuts texts into words; empty without cuts."""
     segmentation: Segmentation = Segmentation()
+
+
+def token_text(token: Any) -> str | None:
+    """Return a token's text from a string or an object with ``content``; None without a text."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) and token else None
 
 
 def cached(kind: str, source: bytes, settings: bytes, make: Callable[[], Converted]) -> Converted:

@@ -14,7 +14,7 @@ import msgspec
 
 from weft.common.errors import ConfigError
 from weft.gguf.gguf_tokenizer import tokenizer_files
-from weft.text.vocabularies.converted import Converted
+from weft.text.vocabularies.converted import Converted, token_text
 
 NAME, MERGES = "vocab.json", "merges.txt"
 _RULES = {"Qwen2Tokenizer": "qwen2", "GPT2Tokenizer": "gpt-2"}
@@ -79,8 +79,7 @@ def _around(config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]
     """Return the keys of GGUF for tokens around a text. ``ids``: of all texts."""
     made = dict[str, Any]()
     for role in ("bos", "eos"):
-        value = config.get(f"{role}_token")
-        text = value.get("content") if isinstance(value, dict) else value
-        if config.get(f"add_{role}_token") and isinstance(text, str) and text in ids:
+        text = token_text(config.get(f"{role}_token"))
+        if config.get(f"add_{role}_token") and text is not None and text in ids:
             made |= {f"add_{role}_token": True, f"{role}_token_id": ids[text]}
     return made

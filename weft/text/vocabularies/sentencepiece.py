@@ -19,7 +19,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.gguf.gguf_tokenizer import merges_by_score, tokenizer_files
 from weft.text.segments import Segmentation
-from weft.text.vocabularies.converted import Converted, unusable
+from weft.text.vocabularies.converted import Converted, token_text, unusable
 from weft.text.vocabularies.protobuf import Value, fields, signed
 
 NAME = "tokenizer.model"
@@ -83,8 +83,7 @@ def convert(source: bytes, config: dict[str, Any], added: Mapping[str, int] | No
     }
     metadata |= {f"{role}_token_id": number for role, number in model.ids.items()}
     for role in ("bos", "eos"):
-        named = config.get(f"{role}_token")
-        text = named.get("content") if isinstance(named, dict) else named
+        text = token_text(config.get(f"{role}_token"))
         if text in metadata["tokens"]:
             metadata[f"{role}_token_id"] = metadata["tokens"].index(text)
     try:

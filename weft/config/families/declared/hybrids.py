@@ -11,7 +11,7 @@ import msgspec
 from weft.config.families.common import FULL
 from weft.config.families.declared.ropes import RopeInput, RopeTraits, one_rope
 from weft.config.families.facts import Facts
-from weft.config.families.qwen3_next import LINEAR, DeltaSizes, delta_spec, hybrid_types, state_cache
+from weft.config.families.qwen3_next import DeltaSizes, delta_spec, hybrid_types, state_cache
 from weft.config.spec import ModelSpec, RopeSpec
 
 _NORM_EPS = 1e-5
@@ -26,7 +26,7 @@ def hybrid_layers(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
     if facts.get("layer_types") is not None:
         return None, hybrid_types(facts, layers)
     count = facts.integer("num_hidden_layers")
-    types = [LINEAR if (i + 1) % 4 else FULL for i in range(count)]
+    types = hybrid_types(facts, count, 4)
     if count < 4:
         types[-1] = FULL
     return None, types[:layers]

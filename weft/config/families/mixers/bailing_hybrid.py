@@ -73,7 +73,7 @@ def build_spec(given: Facts, override: int | None) -> ModelSpec:
     """Return the spec. Raise ConfigError."""
     facts = given.completed(_MISSING, _ROW.renamed)
     layers = layer_count(facts, override)
-    types = _types(facts, layers)
+    types = hybrid_types(facts, layers, facts.integer("layer_group_size"))
     nope = facts.integer("qk_nope_head_dim", 128)
     rotated = facts.integer("qk_rope_head_dim", 64)
     recurrent = tuple(i for i, kind in enumerate(types) if kind == LINEAR)
@@ -140,16 +140,6 @@ def _experts(facts: Facts, layers: int) -> MoESpec | None:
     if moe is None or width is None:
         return moe
     return msgspec.structs.replace(moe, shared=width * facts.integer("n_shared_experts", low=0))
-
-
-def _types(facts: Facts, layers: int) -> list[str]:
-    """Return the type of each layer: ``layer_types``, or attention in the last layer of each group of
-    ``layer_group_size`` layers. Raise ConfigError.
-    """
-    group = facts.integer("layer_group_size")
-    if facts.get("layer_types") is not None:
-        return hybrid_types(facts, layers)
-    return [LINEAR if (i + 1) % group else FULL for i in range(layers)]
 
 
 def _delta(facts: Facts, layers: tuple[int, ...]) -> DeltaSpec:
