@@ -52,6 +52,9 @@ MAMBA.add("triton", "weft.attention.mamba.mamba_triton:TritonMamba")
 MAMBA.add("triton-invariant", "weft.attention.mamba.mamba_triton:TritonInvariantMamba")
 MAMBA.add("invariant", "weft.attention.mamba.mamba_torch:InvariantMamba")
 
+MAMBA1: Registry[type[Backend]] = Registry("Mamba 1 backend")
+MAMBA1.add("torch", "weft.attention.mamba1.mamba1_torch:TorchMamba1")
+
 #: Backends of each form, by name.
 FORMS: dict[str, Registry[Any]] = {
     "gqa": BACKENDS,
@@ -60,6 +63,7 @@ FORMS: dict[str, Registry[Any]] = {
     "sparse": SPARSE,
     "conv": CONV,
     "mamba": MAMBA,
+    "mamba1": MAMBA1,
 }
 
 #: Names per form and device, in order of preference. ``auto`` takes the first backend that can serve the
@@ -80,6 +84,7 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
         "cpu": ("cpu", "torch", "invariant"),
         "cuda": ("triton", "triton-invariant", "torch", "invariant"),
     },
+    "mamba1": {"cpu": ("torch",), "cuda": ("torch",)},
 }
 
 

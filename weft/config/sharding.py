@@ -87,6 +87,8 @@ def _divided(spec: ModelSpec, layout: Layout) -> list[tuple[str, int]]:
         # A single norm over all channels is summed over the ranks.
         if spec.mamba.norm != "none" and spec.mamba.norm_groups > 1:
             found.append(("norm groups of Mamba", spec.mamba.norm_groups))
+    if spec.mamba1 is not None:
+        found.append(("parts of the channels of Mamba", spec.mamba1.heads))
     if spec.sparse is not None:
         found.append(("groups of heads (o_groups)", spec.sparse.o_groups))
     routing = 0 if spec.moe is None or spec.moe.beside else len(spec.moe.layers)
@@ -122,6 +124,9 @@ def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
     conv = spec.conv
     if conv is not None:
         conv = msgspec.structs.replace(conv, heads=conv.heads // ranks)
+    mamba1 = spec.mamba1
+    if mamba1 is not None:
+        mamba1 = msgspec.structs.replace(mamba1, heads=mamba1.heads // ranks)
     if sparse is not None:
         sparse = msgspec.structs.replace(sparse, o_groups=sparse.o_groups // ranks)
     return msgspec.structs.replace(
@@ -133,6 +138,7 @@ def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
         delta=delta,
         conv=conv,
         mamba=None if spec.mamba is None else _local_mamba(spec.mamba, ranks),
+        mamba1=mamba1,
         sparse=sparse,
         counted=spec.counted_whole + (spec.counted - spec.counted_whole) // ranks,
         caches=tuple(_local_cache(cache, ranks) for cache in spec.caches),

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from weft.config.media import MediaFacts
-from weft.config.parts.mixers import ConvSpec, MambaSpec, ParallelSpec
+from weft.config.parts.mixers import ConvSpec, Mamba1Spec, MambaSpec, ParallelSpec
 from weft.config.parts.tower_kinds import PUBLISHED, TowerKind
 from weft.config.parts.traits import AttentionSpec, LayerSpec, NormSpec, ScaleSpec
 from weft.types.pooled import ClassifySpec, PooledSpec
@@ -403,6 +403,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     delta: DeltaSpec | None = None
     conv: ConvSpec | None = None
     mamba: MambaSpec | None = None
+    mamba1: Mamba1Spec | None = None
     parallel: ParallelSpec | None = None
     """Factors of layers with attention and Mamba2 side by side; None for other layers."""
     sparse: SparseSpec | None = None

@@ -1,4 +1,4 @@
-"""Blocks of models with Mamba2 layers."""
+"""Blocks of models with Mamba2 or Mamba 1 layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from weft.attention.base import LayerCache
 from weft.attention.gqa.gqa import Attention, AttentionInput
 from weft.attention.mamba.mamba import Mamba
+from weft.attention.mamba1.mamba1 import Mamba1
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, FeedForward
 from weft.layers.dense import RMSNorm
@@ -21,13 +22,12 @@ Tensor = torch.Tensor
 
 
 class MixerBlock(Block):
-    """Mamba2 or attention, then perhaps a feed-forward, each on a normalized copy of the stream."""
+    """A recurrent mixer or attention, then perhaps a feed-forward, each on a normalized copy of the stream."""
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build, feed_forward: FeedForward | None) -> None:
         nn.Module.__init__(self)
-        recurrent = spec.mamba is not None and layer in spec.mamba.layers
         self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, build)
-        self.attention = Mamba(spec, layer, build) if recurrent else Attention(spec, layer, build)
+        self.attention = _mixer(spec, layer, build)
         self._feeds = feed_forward is not None
         if feed_forward is not None:
             self.feed_forward_norm = RMSNorm(spec.hidden, spec.norm_eps, build)
@@ -45,7 +45,7 @@ class MixerBlock(Block):
     ) -> Generator[Pending, None, tuple[Tensor, Contribution | None]]:
         """Run the block; see ``Block.steps``."""
         x, normed = self.attention_norm.add(x, delta)
-        if isinstance(self.attention, Mamba):
+        if isinstance(self.attention, Mamba | Mamba1):
             partial = yield from self.attention.steps(normed, shared, caches, logits_indices)
         else:
             partial = self.attention(normed, shared, caches, logits_indices)
@@ -65,3 +65,12 @@ class MixerBlock(Block):
     def _scaled(self, made: Tensor) -> Tensor:
         """Return the contribution of a part to the stream, from the part's output [T, hidden]."""
         return made if self._scale == 1 else made * self._scale
+
+
+def _mixer(spec: ModelSpec, layer: int, build: Build) -> Mamba | Mamba1 | Attention:
+    """Build the mixer of ``layer`` with unset weights."""
+    if spec.mamba is not None and layer in spec.mamba.layers:
+        return Mamba(spec, layer, build)
+    if spec.mamba1 is not None and layer in spec.mamba1.layers:
+        return Mamba1(spec, layer, build)
+    return Attention(spec, layer, build)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.config.parts.mixers import MambaSpec
+from weft.config.parts.mixers import Mamba1Spec, MambaSpec
 from weft.config.spec import DeltaSpec, ModelSpec
 from weft.models.weights import WeightMap, add_experts
 
@@ -52,11 +52,20 @@ def add_routed(
 
 
 def add_mamba_or_attention(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
-    """Add the mixer of a layer to ``made``: Mamba2 or grouped-query attention. theirs, ours: of the layer."""
-    if spec.mamba is not None and layer in spec.mamba.layers:
-        add_mamba(made, spec.mamba, f"{theirs}.mamba", f"{ours}.attention")
-    else:
+    """Add the mixer of a layer to ``made``: Mamba or grouped-query attention. theirs, ours: of the layer."""
+    if not add_recurrent(made, spec, layer, f"{theirs}.mamba", f"{ours}.attention"):
         add_grouped_attention(made, spec, f"{theirs}.self_attn", f"{ours}.attention")
+
+
+def add_recurrent(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> bool:
+    """Add the Mamba2 or Mamba 1 of a layer to ``made``. Return False if the layer has neither."""
+    if spec.mamba is not None and layer in spec.mamba.layers:
+        add_mamba(made, spec.mamba, theirs, ours)
+    elif spec.mamba1 is not None and layer in spec.mamba1.layers:
+        _add_mamba1(made, spec.mamba1, theirs, ours)
+    else:
+        return False
+    return True
 
 
 def add_convolutions(
@@ -84,4 +93,21 @@ def add_mamba(made: WeightMap, mamba: MambaSpec, theirs: str, ours: str) -> None
     made.add(f"{theirs}.D", f"{ours}.skip")
     if mamba.norm != "none":
         made.add(f"{theirs}.norm.weight", f"{ours}.norm")
+    made.add_linear(f"{theirs}.out_proj", f"{ours}.out", bias=mamba.bias)
+
+
+def _add_mamba1(made: WeightMap, mamba: Mamba1Spec, theirs: str, ours: str) -> None:
+    """Add the tensors of a Mamba 1 layer to ``made``. Published rows are x and z, and time steps, B and C."""
+    made.add_linear(f"{theirs}.in_proj", f"{ours}.xz", bias=mamba.bias)
+    made.add(f"{theirs}.conv1d.weight", f"{ours}.conv")
+    if mamba.conv_bias:
+        made.add(f"{theirs}.conv1d.bias", f"{ours}.conv_bias")
+    made.add_linear(f"{theirs}.x_proj", f"{ours}.select")
+    made.add_linear(f"{theirs}.dt_proj", f"{ours}.step")
+    made.add(f"{theirs}.dt_proj.bias", f"{ours}.step_bias")
+    if mamba.norm == "weighted":
+        for number, name in enumerate(("dt", "b", "c")):
+            made.add(f"{theirs}.{name}_layernorm.weight", f"{ours}.norms.{number}.weight")
+    made.add(f"{theirs}.A_log", f"{ours}.log_rate")
+    made.add(f"{theirs}.D", f"{ours}.skip")
     made.add_linear(f"{theirs}.out_proj", f"{ours}.out", bias=mamba.bias)

@@ -31,6 +31,8 @@ _FAMILIES = (
     "granite_hybrid",
     "olmo_hybrid",
     "mamba2",
+    "mamba1",
+    "jamba",
     "bailing_hybrid",
 )
 for _family in _FAMILIES:
@@ -43,6 +45,7 @@ FRAMES.add("declared", "weft.models.declared.model:DeclaredDecoder")
 FRAMES.add("falcon_h1", "weft.models.declared.model:DeclaredDecoder")
 FRAMES.add("olmo_hybrid", "weft.models.declared.model:DeclaredDecoder")
 FRAMES.add("mamba2", "weft.models.mamba2.model:Mamba2Decoder")
+FRAMES.add("mamba1", "weft.models.mamba2.model:Mamba2Decoder")
 FRAMES.add("granite_hybrid", "weft.models.declared.model:DeclaredDecoder")
 FRAMES.add("deepseek_v32", "weft.models.deepseek_v32.model:IndexedDecoder")
 FRAMES.add("deepseek_v4", "weft.models.deepseek_v4.model:StreamsDecoder")

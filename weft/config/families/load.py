@@ -57,6 +57,9 @@ for _architecture_name in WRAPPERS:
 FAMILIES.add("GraniteMoeHybridForCausalLM", "weft.config.families.mixers.granite_hybrid:build_spec")
 FAMILIES.add("FalconH1ForCausalLM", "weft.config.families.mixers.falcon_h1:build_spec")
 FAMILIES.add("Mamba2ForCausalLM", "weft.config.families.mixers.mamba2:build_spec")
+FAMILIES.add("MambaForCausalLM", "weft.config.families.mixers.mamba1:build_spec")
+FAMILIES.add("FalconMambaForCausalLM", "weft.config.families.mixers.mamba1:build_falcon_spec")
+FAMILIES.add("JambaForCausalLM", "weft.config.families.mixers.jamba:build_spec")
 FAMILIES.add("BailingHybridForCausalLM", "weft.config.families.mixers.bailing_hybrid:build_spec")
 FAMILIES.add("BambaForCausalLM", "weft.config.families.mixers.bamba:build_spec")
 
@@ -86,6 +89,9 @@ MODEL_TYPES = {
     "nemotron_h": "NemotronHForCausalLM",
     "bailing_hybrid": "BailingHybridForCausalLM",
     "bamba": "BambaForCausalLM",
+    "falcon_mamba": "FalconMambaForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "mamba": "MambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",

@@ -65,6 +65,38 @@ class MambaSpec(msgspec.Struct, frozen=True, kw_only=True):
         return math.gcd(self.heads, math.lcm(self.groups, 8))
 
 
+class Mamba1Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """Mamba 1: a state for each channel. Source: Gu and Dao 2023, arXiv 2312.00752."""
+
+    layers: tuple[int, ...]
+    heads: int
+    """Equal parts of the channels, which ranks divide. Heads have no other meaning here."""
+    dim: int
+    """Channels per head."""
+    state: int
+    """Elements of the state of a channel, of B and of C."""
+    rank: int
+    """Elements of the vector from which the time steps of all channels are computed."""
+    conv: int
+    """Taps of the causal convolution."""
+    conv_bias: bool = True
+    bias: bool = False
+    """True if the first and the last projection have biases."""
+    norm: Literal["none", "unit", "weighted"] = "none"
+    """RMSNorm of the time step vector, of B and of C, each: none, without weights, or with weights."""
+    norm_eps: float = 1e-6
+
+    @property
+    def inner(self) -> int:
+        """Number of channels."""
+        return self.heads * self.dim
+
+    @property
+    def selected(self) -> int:
+        """Elements computed from the channels of a token: time step vector, B and C."""
+        return self.rank + 2 * self.state
+
+
 class ParallelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Factors of Falcon-H1, whose layers have Mamba2 and attention side by side. arXiv 2507.22448."""
 

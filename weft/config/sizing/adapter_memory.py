@@ -79,6 +79,8 @@ def _mixers(spec: ModelSpec) -> int:
     if (mamba := spec.mamba) is not None:
         inner, shared = mamba.heads * mamba.dim, 2 * mamba.groups * mamba.state
         total += len(mamba.layers) * (2 * spec.hidden + 3 * inner + shared + mamba.heads)
+    if (first := spec.mamba1) is not None:
+        total += len(first.layers) * (2 * spec.hidden + 4 * first.inner + first.selected)
     return total
 
 

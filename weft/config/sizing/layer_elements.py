@@ -8,7 +8,7 @@ from weft.types.layout import Layout
 
 def recurrent_layers(spec: ModelSpec) -> int:
     """Return the number of layers with a recurrent mixer in place of attention, not beside attention."""
-    mixers = (spec.delta, spec.conv, spec.mamba)
+    mixers = (spec.delta, spec.conv, spec.mamba, spec.mamba1)
     return sum(layer < spec.layers for mixer in mixers if mixer is not None for layer in mixer.layers)
 
 
@@ -32,6 +32,11 @@ def recurrent_elements(spec: ModelSpec) -> int:
         shared = 2 * mamba.groups * mamba.state
         one = spec.hidden * (3 * inner + shared + mamba.heads) + mamba.conv * (inner + shared)
         total += len(mamba.layers) * one
+    if (first := spec.mamba1) is not None:
+        # Rates and skips are wide: twice as large as other weights.
+        own = first.conv + 2 * (first.state + 1)
+        one = 3 * spec.hidden + first.selected + first.rank + own
+        total += len(first.layers) * first.inner * one
     return total
 
 
@@ -52,6 +57,9 @@ def recurrent_row(spec: ModelSpec) -> int:
         copies = 2 if any(factor != 1 for factor in mamba.factors) else 1
         inner = mamba.heads * mamba.dim
         rows.append(copies * (2 * (inner + mamba.groups * mamba.state) + mamba.heads) + 2 * inner)
+    if (first := spec.mamba1) is not None:
+        # Channels and gate, convolved channels, time steps and output; then the selected elements and copies.
+        rows.append(5 * first.inner + 3 * first.selected)
     return max(rows)
 
 
@@ -65,6 +73,7 @@ def mixer_elements(spec: ModelSpec, tokens: int, rows: int) -> int:
         delta_elements(spec, tokens, rows),
         mamba_elements(spec, tokens, rows),
         conv_elements(spec, tokens),
+        mamba1_elements(spec, tokens, rows),
     )
     return max(found)
 
@@ -101,6 +110,20 @@ def mamba_elements(spec: ModelSpec, tokens: int, rows: int) -> int:
     # Each row has its state, and rows of one part have further copies (``ROWS``).
     states = (rows + 4 * min(rows, 32)) * inner * mamba.state
     return total + states
+
+
+def mamba1_elements(spec: ModelSpec, tokens: int, rows: int) -> int:
+    """Return the part of ``mixer_elements`` of Mamba 1."""
+    mamba = spec.mamba1
+    if mamba is None:
+        return 0
+    one = mamba.inner * mamba.state
+    # The convolution: as short convolutions. The recurrence: channels, time steps, gate and outputs as
+    # float32, factors of softplus and of the gate.
+    computed = tokens * 11 * mamba.inner
+    # States of the tokens of one part (``MOST_STATES``), with decays and products.
+    part = min(tokens * one, max(one, 1 << 21))
+    return computed + 4 * part + 2 * rows * one
 
 
 def delta_elements(spec: ModelSpec, tokens: int, rows: int) -> int:

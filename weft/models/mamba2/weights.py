@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.config.spec import ModelSpec
-from weft.models.mixer_weights import add_decoder, add_mamba
+from weft.models.mixer_weights import add_decoder, add_recurrent
 from weft.models.weights import WeightMap
 
 _EMBEDDINGS = ("backbone.embeddings", "backbone.embedding")
@@ -11,7 +11,6 @@ _EMBEDDINGS = ("backbone.embeddings", "backbone.embedding")
 
 def weight_map(spec: ModelSpec) -> WeightMap:
     """Return the weight map of the model."""
-    assert spec.mamba is not None
     result = WeightMap()
     first, second = _EMBEDDINGS
     add_decoder(result, spec, first, "backbone.norm_f")
@@ -20,5 +19,5 @@ def weight_map(spec: ModelSpec) -> WeightMap:
     for layer in range(spec.layers):
         theirs, ours = f"backbone.layers.{layer}", f"blocks.{layer}"
         result.add_norm(spec, f"{theirs}.norm", f"{ours}.attention_norm")
-        add_mamba(result, spec.mamba, f"{theirs}.mixer", f"{ours}.attention")
+        add_recurrent(result, spec, layer, f"{theirs}.mixer", f"{ours}.attention")
     return result

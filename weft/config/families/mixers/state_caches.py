@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from weft.config.families.facts import Facts
-from weft.config.parts.mixers import ConvSpec, MambaSpec
+from weft.config.parts.mixers import ConvSpec, Mamba1Spec, MambaSpec
 from weft.config.spec import CacheSpec, StatePart
 
 
@@ -36,6 +36,22 @@ def mamba_cache(mamba: MambaSpec) -> CacheSpec:
             StatePart(name="recurrent", shape=(mamba.heads, mamba.dim, mamba.state), wide=True),
         ),
         form="mamba",
+    )
+
+
+def mamba1_cache(mamba: Mamba1Spec) -> CacheSpec:
+    """Return the state group of Mamba 1 layers: last convolution inputs, and a state for each channel."""
+    return CacheSpec(
+        kind="state",
+        layers=mamba.layers,
+        parts=(
+            # [heads, taps - 1, dim]: inputs of the convolution before the next position
+            StatePart(name="conv_x", shape=(mamba.heads, mamba.conv - 1, mamba.dim), wide=False),
+            # [heads, state, dim], so that neighbouring channels are neighbours in memory; float32, because
+            # errors would accumulate over positions
+            StatePart(name="recurrent", shape=(mamba.heads, mamba.state, mamba.dim), wide=True),
+        ),
+        form="mamba1",
     )
 
 

@@ -1,0 +1,1 @@
+"""Mamba 1: the layer and the backends."""

@@ -1,0 +1,1 @@
+"""Mamba and Falcon Mamba: no attention and no feed-forward."""
