@@ -1,4 +1,6 @@
-"""The memory plan covers the intermediate results of Mamba2 and of short convolutions, as torch allocates."""
+"""The memory plan covers the intermediate results of both forms of Mamba and of short convolutions, as torch
+allocates.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.attention.test_mixers import Scene
+from tests.attention.test_mixers import Scene, WholeMamba1
 from tests.support.allocated import most_allocated
 from tests.support.slow import mostly_slow
 from weft.attention.conv.conv_torch import TorchConv
 from weft.attention.mamba.mamba_torch import InvariantMamba, TorchMamba
-from weft.config.parts.mixers import ConvSpec, MambaSpec
-from weft.config.sizing.layer_elements import conv_elements, mamba_elements
+from weft.config.parts.mixers import ConvSpec, Mamba1Spec, MambaSpec
+from weft.config.sizing.layer_elements import conv_elements, mamba1_elements, mamba_elements
 
-Spec = ConvSpec | MambaSpec
+Spec = ConvSpec | MambaSpec | Mamba1Spec
 
 
 def mamba(heads: int, dim: int, groups: int, state: int, **more: Any) -> MambaSpec:
@@ -31,6 +33,8 @@ SPECS: dict[str, Spec] = {
     "wide heads": mamba(4, 128, 1, 256),
     "conv": ConvSpec(layers=(0,), heads=8, dim=64, taps=3),
     "conv with bias": ConvSpec(layers=(0,), heads=8, dim=64, taps=4, bias=True),
+    "mamba1": Mamba1Spec(layers=(0,), heads=8, dim=64, state=16, rank=32, conv=4),
+    "mamba1 of narrow states": Mamba1Spec(layers=(0,), heads=16, dim=128, state=2, rank=32, conv=4),
 }
 LENGTHS = [[1024], [256] * 3, [64] * 16, [16] * 64, [255, *[129] * 7], [65] * 15, [17] * 60, [3] * 100]
 LONG = [[1100] * 2, [2500]]
@@ -45,9 +49,11 @@ def used(backend: Any, spec: Spec, lengths: list[int], dtype: torch.dtype, each:
     out = torch.empty(len(x), scene.columns, dtype=dtype)
     given = scene.given(backend, segment, each)
     found = most_allocated(lambda: backend.run(x, out, given))
-    model: Any = SimpleNamespace(conv=spec, mamba=spec)
+    model: Any = SimpleNamespace(conv=spec, mamba=spec, mamba1=spec)
     if isinstance(spec, ConvSpec):
         planned = conv_elements(model, len(x))
+    elif isinstance(spec, Mamba1Spec):
+        planned = mamba1_elements(model, len(x), len(lengths))
     else:
         planned = mamba_elements(model, len(x), len(lengths))
     return found / (planned * max(4, dtype.itemsize))
@@ -61,7 +67,8 @@ DEFAULT = [("a group for each head", torch.bfloat16)]
 def test_the_plan_covers_a_run(name: str, dtype: torch.dtype) -> None:
     """The plan holds for every division of tokens into rows, and the worst division uses most of the plan."""
     spec = SPECS[name]
-    backend = TorchConv() if isinstance(spec, ConvSpec) else TorchMamba()
+    backends: dict[type, Any] = {ConvSpec: TorchConv, MambaSpec: TorchMamba, Mamba1Spec: WholeMamba1}
+    backend = backends[type(spec)]()
     shares = [used(backend, spec, lengths, dtype) for lengths in LENGTHS + LONG]
     assert max(shares) <= 1
     assert max(shares) >= 0.5, "the plan takes memory from the caches"

@@ -1,4 +1,4 @@
-"""Cores of short convolutions and Mamba2: every backend against the definition in float64, whole and in
+"""Cores of short convolutions, Mamba2 and Mamba 1: every backend against the definition in float64, whole and in
 pieces, and equal bits.
 """
 
@@ -19,10 +19,13 @@ from weft.attention.conv.conv_backend import ConvInput, ConvWeights
 from weft.attention.conv.conv_torch import TorchConv
 from weft.attention.mamba.mamba_backend import MambaInput, MambaWeights
 from weft.attention.mamba.mamba_torch import ROWS, InvariantMamba, TorchMamba
+from weft.attention.mamba1.mamba1_backend import Mamba1Input, Mamba1Weights, Selected
+from weft.attention.mamba1.mamba1_torch import TorchMamba1
+from weft.attention.mamba1 import mamba1_torch
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
-from weft.config.families.mixers.state_caches import conv_cache, mamba_cache
-from weft.config.parts.mixers import ConvSpec, MambaSpec
+from weft.config.families.mixers.state_caches import conv_cache, mamba1_cache, mamba_cache
+from weft.config.parts.mixers import ConvSpec, Mamba1Spec, MambaSpec
 from weft.config.spec import CacheSpec
 from weft.ops import cpu
 from weft.ops.torch_ops import wide
@@ -39,7 +42,23 @@ ONE_GROUP = MambaSpec(
     layers=(0,), heads=6, dim=3, groups=1, state=8, conv=2, conv_bias=False, norm="normed", low=0.05, high=0.6
 )
 NO_NORM = MambaSpec(layers=(0,), heads=3, dim=4, groups=3, state=2, conv=3, norm="none")
-SPECS = {"conv": CONV, "conv-2": SHORT_CONV, "mamba": MAMBA, "one-group": ONE_GROUP, "no-norm": NO_NORM}
+MAMBA1 = Mamba1Spec(layers=(0,), heads=3, dim=4, state=5, rank=2, conv=4)
+BARE = Mamba1Spec(layers=(0,), heads=1, dim=5, state=8, rank=2, conv=2, conv_bias=False)
+SPECS = {
+    **{"conv": CONV, "conv-2": SHORT_CONV, "mamba": MAMBA, "one-group": ONE_GROUP, "no-norm": NO_NORM},
+    **{"mamba1": MAMBA1, "mamba1-bare": BARE},
+}
+
+
+class WholeMamba1(TorchMamba1):
+    """Both parts of the core on inputs [T, x | steps | B | C | z], without projections in between."""
+
+    def run(self, inputs: Tensor, out: Tensor, mamba: Mamba1Input) -> None:
+        inner, state = out.shape[1], mamba.state[1].shape[3]
+        x, *others = inputs.split((inner, inner, state, state, inner), dim=1)
+        convolved = torch.full_like(out, NAN)
+        self.convolve(x, convolved, mamba)
+        self.scan(Selected(convolved, *others), out, mamba)
 
 
 @dataclass
@@ -57,7 +76,7 @@ class Scene:
     """Sequences with random inputs, and states with NaN in all unwritten entries."""
 
     def __init__(
-        self, spec: ConvSpec | MambaSpec, dtype: torch.dtype = torch.float64, lengths: list[int] = LENGTHS
+        self, spec: ConvSpec | MambaSpec | Mamba1Spec, dtype: torch.dtype = torch.float64, lengths: list[int] = LENGTHS
     ) -> None:
         self.spec = spec
         generator = torch.Generator().manual_seed(0)
@@ -75,6 +94,17 @@ class Scene:
                 bias=noise(self.columns).to(exact) if spec.bias else None,
             )
             self.cache: CacheSpec = conv_cache(spec)
+        elif isinstance(spec, Mamba1Spec):
+            self.columns = spec.inner
+            inputs = 3 * spec.inner + 2 * spec.state
+            self.weights = Mamba1Weights(
+                taps=noise(spec.conv, spec.inner).to(exact),
+                conv_bias=noise(spec.inner).to(exact) if spec.conv_bias else None,
+                rate=noise(spec.heads, spec.state, spec.dim).exp().to(exact),
+                step_bias=noise(spec.inner).to(exact),
+                skip=noise(spec.inner).to(exact),
+            )
+            self.cache = mamba1_cache(spec)
         else:
             self.columns = spec.heads * spec.dim
             channels = self.columns + 2 * spec.groups * spec.state
@@ -121,7 +151,7 @@ class Scene:
     def given(self, backend: Any, segment: SegmentInput, each: bool) -> Any:
         """Return the input of ``backend`` for ``segment``."""
         prepared = backend.prepare(segment, 0, self.cache, 64, self.rows[0].x.dtype)
-        make = ConvInput if isinstance(self.spec, ConvSpec) else MambaInput
+        make = {ConvSpec: ConvInput, MambaSpec: MambaInput, Mamba1Spec: Mamba1Input}[type(self.spec)]
         return make(segment, self.state, self.weights, each, prepared)
 
     def step(self, backend: Any, parts: list[tuple[Row, int]], *, each: bool = False) -> None:
@@ -146,6 +176,8 @@ class Scene:
 def expected(scene: Scene, row: Row) -> Tensor:
     """Return the outputs of a row by the definition in float64: token by token, head by head."""
     x = row.x.double()
+    if isinstance(scene.spec, Mamba1Spec):
+        return _mamba1(scene, scene.spec, x)
     return _conv(scene, x) if isinstance(scene.spec, ConvSpec) else _mamba(scene, scene.spec, x)
 
 
@@ -192,7 +224,26 @@ def _mamba(scene: Scene, spec: MambaSpec, x: Tensor) -> Tensor:
     return normed if spec.norm == "gated" else normed * gate
 
 
+def _mamba1(scene: Scene, spec: Mamba1Spec, inputs: Tensor) -> Tensor:
+    weights, inner = scene.weights, spec.inner
+    x, steps, b, c, z = inputs.split((inner, inner, spec.state, spec.state, inner), dim=1)
+    x = _convolved(x, weights.taps)
+    x = torch.nn.functional.silu(x if weights.conv_bias is None else x + weights.conv_bias.double())
+    x = x.to(scene.rows[0].x.dtype).double()  # rounded between the two parts
+    dt = torch.nn.functional.softplus(steps + weights.step_bias.double())
+    rate = weights.rate.double().transpose(1, 2).flatten(0, 1)  # [channels, state]
+    y = torch.empty_like(x)
+    for channel in range(inner):
+        state = torch.zeros(spec.state, dtype=torch.float64)
+        for t in range(len(x)):
+            state = state * (-rate[channel] * dt[t, channel]).exp() + dt[t, channel] * b[t] * x[t, channel]
+            y[t, channel] = state @ c[t]
+    return (y + weights.skip.double() * x) * torch.nn.functional.silu(z)
+
+
 def backends_of(name: str) -> list[Backend]:
+    if name.startswith("mamba1"):
+        return [WholeMamba1()]
     return [TorchConv()] if name.startswith("conv") else [TorchMamba(), InvariantMamba()]
 
 
@@ -215,7 +266,7 @@ def test_whole_and_pieces_follow_the_definition(name: str) -> None:
                 torch.testing.assert_close(found, one, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["conv", "mamba", "one-group"])
+@pytest.mark.parametrize("name", ["conv", "mamba", "one-group", "mamba1"])
 def test_a_rejected_draft_leaves_the_state_before(name: str) -> None:
     """A decode row of three tokens, of which one stays, continues from copy 0."""
     for backend in backends_of(name):
@@ -233,7 +284,7 @@ def test_a_rejected_draft_leaves_the_state_before(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["conv", "mamba", "no-norm"])
+@pytest.mark.parametrize("name", ["conv", "mamba", "no-norm", "mamba1"])
 def test_invariant_backends_give_equal_bits(name: str, dtype: torch.dtype) -> None:
     """Bits of a row depend neither on other rows nor on pieces."""
     for backend in backends_of(name):
@@ -263,7 +314,19 @@ def test_bits_do_not_depend_on_parts_of_rows(each: bool) -> None:
         assert torch.equal(part.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("name", ["conv", "mamba"])
+@pytest.mark.parametrize("most", [1, 70, 1 << 10])
+def test_bits_do_not_depend_on_parts_of_states(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of one token, of some tokens of one row, and of some rows."""
+    lengths = [1, 9, 5, 5, 5, 1]
+    due = Scene(MAMBA1, torch.float32, lengths=lengths).whole(WholeMamba1())
+    monkeypatch.setattr(mamba1_torch, "MOST_STATES", most)
+    for found, one in zip(
+        Scene(MAMBA1, torch.float32, lengths=lengths).whole(WholeMamba1()), due, strict=True
+    ):
+        assert torch.equal(found, one)
+
+
+@pytest.mark.parametrize("name", ["conv", "mamba", "mamba1"])
 def test_low_precision_is_close_to_the_definition(name: str) -> None:
     for backend in backends_of(name):
         for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 0.03)):
@@ -339,4 +402,46 @@ def test_mamba_equals_the_module_of_transformers(groups: int, monkeypatch: pytes
     hidden = torch.randn(1, 70, 8, dtype=torch.float64)
     scene.rows[0].x = module.in_proj(hidden)[0]
     (found,) = scene.whole(TorchMamba())
+    torch.testing.assert_close(module.out_proj(found), module(hidden)[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", ["Mamba", "FalconMamba", "Jamba"])
+@torch.no_grad()
+def test_mamba1_equals_the_module_of_transformers(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer equals transformers' own mixer with projections and norms, in float64."""
+    import transformers
+    from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMixer
+    from transformers.models.jamba.modeling_jamba import JambaMambaMixer
+    from transformers.models.mamba.modeling_mamba import MambaMixer
+
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # the modules round to float32
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1}
+    if shape == "Jamba":
+        sizes |= {"mamba_d_state": 5, "mamba_dt_rank": 3, "mamba_proj_bias": True}
+    else:
+        sizes |= {"state_size": 5, "time_step_rank": 3, "use_bias": True}
+    kind = {"Mamba": MambaMixer, "FalconMamba": FalconMambaMixer, "Jamba": JambaMambaMixer}[shape]
+    torch.manual_seed(0)
+    module = kind(getattr(transformers, f"{shape}Config")(**sizes), 0).double().eval()
+    for weight in module.parameters():
+        weight.normal_(0.0, 0.5)
+    scene = Scene(Mamba1Spec(layers=(0,), heads=4, dim=4, state=5, rank=3, conv=4), lengths=[70])
+    scene.weights = Mamba1Weights(
+        taps=module.conv1d.weight[:, 0].T.contiguous(),
+        conv_bias=module.conv1d.bias,
+        rate=module.A_log.exp().unflatten(0, (4, 4)).transpose(1, 2).contiguous(),
+        step_bias=module.dt_proj.bias,
+        skip=module.D,
+    )
+    hidden = torch.randn(1, 70, 8, dtype=torch.float64)
+    x, z = module.in_proj(hidden)[0].chunk(2, dim=1)
+    convolved = torch.nn.functional.silu(_convolved(x, scene.weights.taps) + module.conv1d.bias)
+    parts = module.x_proj(convolved).split((3, 5, 5), dim=1)
+    if shape != "Mamba":
+        norms = (module.dt_layernorm, module.b_layernorm, module.c_layernorm)
+        parts = tuple(norm(part) for norm, part in zip(norms, parts, strict=True))
+    steps = parts[0] @ module.dt_proj.weight.T
+    scene.rows[0].x = torch.cat((x, steps, *parts[1:], z), dim=1)
+    (found,) = scene.whole(WholeMamba1())
     torch.testing.assert_close(module.out_proj(found), module(hidden)[0], rtol=1e-9, atol=1e-9)

@@ -38,7 +38,10 @@ def test_it_passes_against_the_reference(checkpoint: str, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["qwen3_next", "kimi_linear", "mamba2", "olmo_hybrid", "bailing_hybrid"])
+@pytest.mark.parametrize(
+    "shape",
+    ["qwen3_next", "kimi_linear", "mamba2", "olmo_hybrid", "bailing_hybrid", "falcon_mamba", "jamba"],
+)
 def test_models_with_states_pass_against_the_reference(
     shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

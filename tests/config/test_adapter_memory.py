@@ -21,7 +21,7 @@ from weft.models.loader import load_model
 from weft.types.layout import Layout
 
 SHAPES = ["deepseek_v3", "llama", "qwen3_next", "qwen3_moe", "lfm2", "nemotron_h", "falcon_h1"]
-SHAPES += ["mamba2", "olmo_hybrid", "bailing_hybrid", "kimi_linear"]
+SHAPES += ["mamba2", "olmo_hybrid", "bailing_hybrid", "kimi_linear", "falcon_mamba", "jamba"]
 ALL = LoraSection(max_loras=2, max_lora_rank=8, lora_experts=True, lora_saved_modules=True)
 
 

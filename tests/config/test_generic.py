@@ -97,7 +97,7 @@ def test_names_without_a_head_run_with_the_causal_class(ending: str, folder: Pat
 def test_a_refusal_is_an_error_and_is_not_stored(folder: Path, probes: list[Any]) -> None:
     """A refusal may come from a missing package."""
     config = folder / "config.json"
-    config.write_text(config.read_text().replace("PersimmonForCausalLM", "MambaForCausalLM"))
+    config.write_text(config.read_text().replace("PersimmonForCausalLM", "RwkvForCausalLM"))
     for _ in range(2):
         with pytest.raises(ConfigError, match="no attention"):
             load_spec(str(folder))

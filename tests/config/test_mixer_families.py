@@ -206,6 +206,85 @@ GRANITE = {
 FALCON = {**_MAMBA, "architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 64}
 
 
+#: As published for Mamba 130M in the form of transformers, except the sizes.
+MAMBA: dict[str, Any] = {
+    "architectures": ["MambaForCausalLM"],
+    "model_type": "mamba",
+    "conv_kernel": 4,
+    "d_inner": 128,
+    "d_model": 64,
+    "expand": 2,
+    "fused_add_norm": True,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.1,
+    "intermediate_size": 128,
+    "layer_norm_epsilon": 1e-5,
+    "n_layer": 3,
+    "num_hidden_layers": 3,
+    "pad_vocab_size_multiple": 8,
+    "rescale_prenorm_residual": False,
+    "residual_in_fp32": True,
+    "rms_norm": True,
+    "ssm_cfg": {},
+    "state_size": 12,
+    "time_step_floor": 1e-4,
+    "time_step_init_scheme": "random",
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "time_step_rank": 5,
+    "time_step_scale": 1.0,
+    "use_bias": False,
+    "use_cache": True,
+    "use_conv_bias": True,
+    "vocab_size": 128,
+}
+#: As published for Falcon Mamba 7B, except the sizes. The stated width is not "expand" times the hidden size.
+FALCON_MAMBA = {
+    **MAMBA,
+    "architectures": ["FalconMambaForCausalLM"],
+    "model_type": "falcon_mamba",
+    "expand": 16,
+    "intermediate_size": 144,
+    "mixer_rms_eps": 1e-4,
+    "tie_word_embeddings": False,
+    "use_mambapy": False,
+}
+#: As published for Jamba 1.5, except the sizes.
+JAMBA: dict[str, Any] = {
+    **_SIZES,
+    "architectures": ["JambaForCausalLM"],
+    "model_type": "jamba",
+    "attention_dropout": 0.0,
+    "attn_layer_offset": 2,
+    "attn_layer_period": 4,
+    "expert_layer_offset": 1,
+    "expert_layer_period": 2,
+    "hidden_act": "silu",
+    "intermediate_size": 96,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 12,
+    "mamba_dt_rank": 5,
+    "mamba_expand": 2,
+    "mamba_inner_layernorms": True,
+    "mamba_proj_bias": False,
+    "n_ctx": 512,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 8,
+    "num_logits_to_keep": 1,
+    "output_router_logits": False,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-6,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_mamba_kernels": True,
+}
+
+
 def spec_of(folder: Path, config: dict[str, Any], override: int | None = None) -> ModelSpec:
     (folder / "config.json").write_text(json.dumps(config))
     return load_spec(str(folder), override)
@@ -227,6 +306,33 @@ def test_mamba2_has_states_alone(tmp_path: Path) -> None:
     assert (spec.norm_eps, spec.max_position, spec.bare_layers) == (1e-4, 1 << 18, (0, 1, 2))
     assert [(cache.kind, cache.layers) for cache in spec.caches] == [("state", (0, 1, 2))]
     assert spec_of(tmp_path, MAMBA2, override=2).mamba.layers == (0, 1)  # type: ignore[union-attr]
+
+
+def test_mamba_has_states_for_each_channel(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, MAMBA)
+    assert spec.mamba1 is not None
+    assert (spec.mamba1.inner, spec.mamba1.rank, spec.mamba1.norm, spec.tied) == (128, 5, "none", True)
+    assert [part.shape for part in spec.caches[0].parts] == [(16, 3, 8), (16, 12, 8)]
+    assert (spec.bare_layers, spec.wide_stream, spec.norm_eps) == ((0, 1, 2), True, 1e-5)
+    assert spec_of(tmp_path, MAMBA, override=2).mamba1.layers == (0, 1)  # type: ignore[union-attr]
+    named = {**MAMBA, "intermediate_size": None, "time_step_rank": "auto"}
+    assert spec_of(tmp_path, named).mamba1.rank == 4  # type: ignore[union-attr]
+    falcon = spec_of(tmp_path, FALCON_MAMBA)
+    assert falcon.mamba1 is not None
+    assert (falcon.mamba1.inner, falcon.mamba1.norm, falcon.mamba1.norm_eps) == (144, "unit", 1e-4)
+    assert not falcon.tied
+
+
+def test_jamba_as_published(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, JAMBA)
+    assert spec.mamba1 is not None
+    assert spec.moe is not None
+    assert (spec.mamba1.layers, spec.caches[0].layers) == ((0, 1, 3, 4, 5, 7), (2, 6))
+    assert (spec.moe.layers, spec.moe.renormalize, spec.rope.dim) == ((1, 3, 5, 7), False, 0)
+    assert [cache.form for cache in spec.caches] == ["gqa", "mamba1"]
+    dense = {**JAMBA, "num_experts": 1, "num_experts_per_tok": 1}
+    assert spec_of(tmp_path, dense).moe is None
+    assert spec_of(tmp_path, {**JAMBA, "attn_layer_period": 1, "attn_layer_offset": 0}).mamba1 is None
 
 
 def test_olmo_hybrid_by_defaults(tmp_path: Path) -> None:
@@ -284,6 +390,17 @@ def test_nemotron_joins_each_mixer_with_the_part_behind(tmp_path: Path) -> None:
         (MAMBA2, {"hidden_act": "gelu"}, "hidden_act"),
         (MAMBA2, {"attention_bias": True}, "attention_bias"),
         (MAMBA2, {"attn_layer_idx": [1]}, "attn_layer_idx"),
+        (MAMBA, {"hidden_act": "gelu"}, "hidden_act"),
+        (MAMBA, {"conv_kernel": 1}, "conv_kernel"),
+        (MAMBA, {"time_step_rank": 0}, "time_step_rank"),
+        (MAMBA, {"attention_bias": True}, "attention_bias"),
+        (MAMBA, {"attn_layer_idx": [1]}, "attn_layer_idx"),
+        (JAMBA, {"attn_layer_offset": 4}, "attn_layer_offset 4 is not below attn_layer_period 4"),
+        (JAMBA, {"expert_layer_offset": 2}, "expert_layer_offset 2 is not below"),
+        (JAMBA, {"mamba_inner_layernorms": False}, "mamba_inner_layernorms"),
+        (JAMBA, {"sliding_window": 64}, "sliding_window"),
+        (JAMBA, {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more"),
+        (JAMBA, {"hidden_act": "gelu"}, "hidden_act"),
         (OLMO, {"layer_types": ["mamba"] * 8}, "layer_types must be a list"),
         (OLMO, {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is not a multiple"),
         (OLMO, {"linear_gate_rank": 8}, "linear_gate_rank"),
@@ -352,6 +469,19 @@ def test_falcon_has_layer_numbers_of_its_own_for_states(tmp_path: Path) -> None:
 def test_an_override_outside_of_the_published_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be between 1 and 9"):
         spec_of(tmp_path, NEMOTRON, override=10)
+
+
+def test_ranks_divide_the_channels_of_mamba(tmp_path: Path) -> None:
+    """Sixteen equal parts of the channels, fewer if the number of channels is not a multiple of 16."""
+    spec = spec_of(tmp_path, MAMBA)
+    sharding.check(spec, Layout(tensor=16))
+    local = sharding.local_spec(spec, Layout(tensor=4))
+    assert local.mamba1 is not None
+    assert local.mamba1.inner == 32
+    assert local.caches[0].parts[1].shape == (4, 12, 8)
+    spec = spec_of(tmp_path, {**MAMBA, "intermediate_size": 132})
+    with pytest.raises(ConfigError, match="4 parts of the channels of Mamba; 1 or 2 or 4 would work"):
+        sharding.check(spec, Layout(tensor=8))
 
 
 def test_ranks_that_do_not_divide_the_norms_are_refused(tmp_path: Path) -> None:

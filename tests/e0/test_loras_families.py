@@ -64,7 +64,7 @@ LATENT = [
     "deepseek-v32-yarn",
     "glm-dsa",
 ]
-LATENT += ["nemotron-h-latent", "mamba2-bias", "olmo-hybrid", "bailing-hybrid"]
+LATENT += ["nemotron-h-latent", "mamba2-bias", "olmo-hybrid", "bailing-hybrid", "mamba-odd", "jamba"]
 
 
 @pytest.mark.parametrize("family", [*CASES, *LATENT])

@@ -157,6 +157,25 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "state_size": 20,
         },
     ),
+    "falcon_mamba": (
+        "FalconMamba",
+        {
+            **dict.fromkeys(("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")),
+            "state_size": 12,
+            "time_step_rank": 20,
+        },
+    ),
+    "jamba": (
+        "Jamba",
+        {
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "mamba_d_state": 12,
+            "mamba_dt_rank": 20,
+        },
+    ),
     "olmo_hybrid": (
         "OlmoHybrid",
         {

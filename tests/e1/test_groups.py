@@ -33,6 +33,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"deterministic": True},
     "bamba": {},
     "mamba2": {},
+    "falcon_mamba": {},
+    "jamba": {},
     "olmo_hybrid": {},
     "bailing_hybrid": {"deterministic": True},
     "gpt_oss": {},

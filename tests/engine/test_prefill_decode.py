@@ -281,9 +281,9 @@ def test_a_group_with_a_role_serves_sequences_without_a_transfer(
 
 FAMILIES = (
     *("mistral", "deepseek_v3", "qwen3_next", "deepseek_v4", "lfm2_moe", "nemotron_h", "falcon_h1"),
-    *("kimi_linear", "llama4", "mamba2", "olmo_hybrid", "bailing_hybrid"),
+    *("kimi_linear", "llama4", "mamba2", "olmo_hybrid", "bailing_hybrid", "falcon_mamba", "jamba"),
 )
-"""Families with windows, latents, recurrent states of three forms, compressed entries, and chunks."""
+"""Families with windows, latents, recurrent states of four forms, compressed entries, and chunks."""
 
 
 @pytest.mark.requirement("E4")
@@ -318,6 +318,7 @@ def test_every_kind_of_cache_goes_over(
         ("lfm2_moe", {"speculative_method": "ngram", "ngram_min_length": 1}),
         ("nemotron_h", {"speculative_method": "ngram", "ngram_min_length": 1}),
         ("kimi_linear", {"speculative_method": "ngram", "ngram_min_length": 1}),
+        ("jamba", {"speculative_method": "ngram", "ngram_min_length": 1}),
     ],
     2,
 )

@@ -90,6 +90,11 @@ GRID = (
     "bailing-hybrid",
     "mamba2",
     "mamba2-bias",
+    "mamba",
+    "mamba-odd",
+    "falcon-mamba",
+    "jamba",
+    "jamba-dense",
     "olmo-hybrid",
     "olmo-hybrid-rope",
 )

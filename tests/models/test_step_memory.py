@@ -41,7 +41,7 @@ SIZES = {
     **{"mamba_n_heads": 16, "mamba_d_state": 64, "mamba_d_ssm": 1024},
 }
 #: Recurrent mixers in torch, which leave the rest of the plan to other steps.
-TORCH = ("lfm2_moe",)
+TORCH = ("lfm2_moe", "falcon_mamba")
 
 
 def wide_family(folder: Path, family: str) -> str:

@@ -39,6 +39,8 @@ FAMILIES = [
     "nemotron-h-moe",
     "granite-hybrid",
     "falcon-h1",
+    "falcon-mamba",
+    "jamba",
 ]
 
 
@@ -50,6 +52,8 @@ BRIEF = {
     "lfm2-moe",
     "granite-hybrid",
     "falcon-h1",
+    "falcon-mamba",
+    "jamba",
 }
 """Families whose longer prompts are covered by other families or tests."""
 ONE = {"deepseek-v4"}

@@ -156,6 +156,25 @@ def _mamba2() -> tuple[str, dict[str, Any]]:
     }
 
 
+def _falcon_mamba() -> tuple[str, dict[str, Any]]:
+    sizes = {name: value for name, value in _COMMON.items() if not name.startswith(("num_", "max_", "head_"))}
+    return "FalconMamba", {**sizes, "num_hidden_layers": 3, "state_size": 6, "time_step_rank": 8}
+
+
+def _jamba() -> tuple[str, dict[str, Any]]:
+    return "Jamba", {
+        **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+        "num_hidden_layers": 4,
+        "intermediate_size": 64,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "mamba_d_state": 6,
+        "mamba_dt_rank": 8,
+    }
+
+
 def _bailing_hybrid() -> tuple[str, dict[str, Any]]:
     kimi = _kimi_linear()[1]
     return "BailingHybrid", {
@@ -249,6 +268,8 @@ SHAPES = {
     "qwen3_next_wide": _qwen3_next_wide,
     "deepseek_v3": _deepseek_v3,
     "falcon_h1": _falcon_h1,
+    "falcon_mamba": _falcon_mamba,
+    "jamba": _jamba,
     "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,
     "mamba2": _mamba2,

@@ -1,4 +1,4 @@
-"""Tiny configurations of the families with short convolutions or Mamba2, for parity tests: see
+"""Tiny configurations of the families with short convolutions or Mamba, for parity tests: see
 tests/models/conftest.py.
 """
 
@@ -78,6 +78,19 @@ _MAMBA2: dict[str, Any] = {
     "head_dim": 12,
     "n_groups": 2,
     "state_size": 10,
+}
+
+_MAMBA1: dict[str, Any] = {
+    **dict.fromkeys(("intermediate_size", "num_attention_heads", "num_key_value_heads"), None),
+    "max_position_embeddings": None,
+    "state_size": 10,
+}
+_JAMBA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "attn_layer_period": 4,
+    "attn_layer_offset": 2,
+    "mamba_d_state": 10,
+    "mamba_dt_rank": 5,
 }
 
 #: name -> (family name in transformers, configuration)
@@ -162,6 +175,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_norm_epsilon": 1e-3,
         },
     ),
+    "mamba": ("Mamba", _MAMBA1),
+    "mamba-odd": (
+        "Mamba",
+        {
+            **_MAMBA1,
+            "intermediate_size": 108,
+            "state_size": 7,
+            "time_step_rank": 5,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "tie_word_embeddings": False,
+            "layer_norm_epsilon": 1e-3,
+        },
+    ),
+    "falcon-mamba": ("FalconMamba", {**_MAMBA1, "mixer_rms_eps": 1e-3}),
+    "jamba": ("Jamba", {**_JAMBA, "num_experts": 6, "num_experts_per_tok": 3}),
+    "jamba-dense": (
+        "Jamba",
+        {
+            **_JAMBA,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "mamba_expand": 3,
+            "mamba_d_conv": 3,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "granite-hybrid": (
         "GraniteMoeHybrid",
         {**_GRANITE, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 3},
@@ -204,5 +247,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-DEFAULT = ("lfm2-moe", "mamba2", "nemotron-h-moe", "granite-hybrid", "falcon-h1")
+DEFAULT = (
+    *("lfm2-moe", "mamba2", "nemotron-h-moe", "granite-hybrid", "falcon-h1"),
+    *("falcon-mamba", "jamba"),
+)
 """Cases that run by default."""

@@ -211,6 +211,25 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "mamba2",
         {"num_heads": 8, "n_groups": 4, "state_size": 16, "rope_theta": None},
     ),
+    "falcon_mamba": (
+        "FalconMambaForCausalLM",
+        "falcon_mamba",
+        {"intermediate_size": 128, "state_size": 8, "rope_theta": None},
+    ),
+    "jamba": (
+        "JambaForCausalLM",
+        "jamba",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "mamba_d_state": 8,
+            "rope_theta": None,
+        },
+    ),
     "olmo_hybrid": (
         "OlmoHybridForCausalLM",
         "olmo_hybrid",
