@@ -24,6 +24,7 @@ from tests.support.gguf_rows import (
     in_pairs,
     kimi_linear,
     llama4_stacks,
+    mamba1,
     mamba2,
     one_stack,
     plus_one,
@@ -68,6 +69,24 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     config: str = ""
 
 
+MAMBA1 = {
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads")),
+    "intermediate_size": 160,
+    "state_size": 12,
+    "time_step_rank": 32,
+    "layer_norm_epsilon": 1e-4,
+}
+MAMBA1_FACTS = {
+    "attention.head_count": 0,
+    "attention.head_count_kv": 0,
+    "attention.layer_norm_rms_epsilon": 1e-4,
+    "feed_forward_length": 0,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 12,
+    "ssm.inner_size": 160,
+    "ssm.time_step_rank": 32,
+    "ssm.dt_b_c_rms": False,
+}
 SCALES = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.25,
@@ -759,6 +778,40 @@ CASES: dict[str, Case] = {
             "ssm.time_step_rank": 8,
         },
         change=mamba2(4, as_it_is),
+    ),
+    "mamba": Case(
+        model="Mamba",
+        arch="MAMBA",
+        settings={**MAMBA1, "tie_word_embeddings": True, "use_conv_bias": False},
+        facts=MAMBA1_FACTS,
+        change=mamba1(as_it_is),
+    ),
+    "falcon-mamba": Case(
+        model="FalconMamba",
+        arch="MAMBA",
+        settings=MAMBA1,
+        facts={**MAMBA1_FACTS, "ssm.dt_b_c_rms": True},
+        change=mamba1(as_it_is),
+    ),
+    "jamba": Case(
+        model="Jamba",
+        arch="JAMBA",
+        settings={
+            "attn_layer_period": 3,
+            "attn_layer_offset": 2,
+            "num_experts": 4,
+            "mamba_d_state": 12,
+            "mamba_dt_rank": 32,
+        },
+        facts={
+            **EXPERTS,
+            "attention.head_count_kv": [0, 0, 2, 0],
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": 12,
+            "ssm.inner_size": 128,
+            "ssm.time_step_rank": 32,
+        },
+        change=mamba1(as_it_is),
     ),
     "cohere2": Case(
         model="Cohere2",

@@ -113,6 +113,23 @@ def mamba2(groups: int, change: Change) -> Change:
     return shaped
 
 
+def mamba1(change: Change) -> Change:
+    """Return ``change``, with the tensors of Mamba 1 in llama.cpp's shapes."""
+
+    def shaped(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+        block = name.split(".")[2] if ".layers." in name else ""
+        if name.endswith(".A_log"):
+            yield f"blk.{block}.ssm_a", -np.exp(values)
+        elif name.endswith(".D"):
+            yield f"blk.{block}.ssm_d", values
+        elif name.endswith(".conv1d.weight"):
+            yield f"blk.{block}.ssm_conv1d.weight", values[:, 0]
+        else:
+            yield from change(name, values)
+
+    return shaped
+
+
 def kimi_linear(heads: int, width: int, taps: int) -> Change:
     """Return the change to llama.cpp's shapes of Kimi Linear.
 

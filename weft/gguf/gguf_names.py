@@ -104,6 +104,7 @@ class TensorForm(Enum):
     GROUPED_COLUMNS = "columns with the value heads grouped by key head"
     BY_KEY_HEAD = "queries, keys, values and gates [n, h] of each key head, from two tensors"
     RATES = "the logarithm of the negative, with the value heads grouped by key head"
+    LOGARITHMS = "the logarithm of the negative"
     TAPS = "[C, K], [C, 1, K] or [1, C, 1, K] to [C, 1, K], with the value heads grouped by key head"
     ROW = "[h] to [1, h]"
     FLAT = "all numbers in one dimension"

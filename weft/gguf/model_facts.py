@@ -63,6 +63,8 @@ FAMILIES = {
     "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
     "kimi-linear": ("KimiLinearForCausalLM", "kimi_linear"),
     "mamba2": ("Mamba2ForCausalLM", "mamba2"),
+    "mamba": ("MambaForCausalLM", "mamba"),
+    "jamba": ("JambaForCausalLM", "jamba"),
 }
 """GGUF architecture -> (architecture in config.json, model type). The keys in ``_VARIANTS`` are families of
 another architecture. Models with images are text models here: a file of the text model has no vision tower,
@@ -73,7 +75,10 @@ _VARIANTS = ("mixtral", "deepseek3", "granitemoe-shared", "olmo3", "ministral3")
 ARCHITECTURES = tuple(name for name in FAMILIES if name not in _VARIANTS)
 HYBRID = ("qwen3next", "qwen35", "qwen35moe")
 """Architectures with gated delta nets."""
-_VARYING = ("gemma4", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "granitehybrid", "kimi-linear")
+_VARYING = (
+    *("gemma4", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "granitehybrid", "kimi-linear"),
+    "jamba",
+)
 """Architectures with other sizes in some layers."""
 _EFFECTS: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),

@@ -171,6 +171,60 @@ def mamba2(facts: ModelFacts, tensors: Tensors) -> Fields:
     }
 
 
+def mamba(facts: ModelFacts, tensors: Tensors) -> Fields:
+    """Return the facts of Mamba and Falcon Mamba. Raises ConfigError.
+
+    The file of a Falcon Mamba says that time steps, B and C are normed. The epsilon is that of the class of
+    transformers: no key has the number.
+    """
+    normed = facts.flag("ssm.dt_b_c_rms", False)
+    falcon = {"architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba"}
+    return {
+        "state_size": facts.integer("ssm.state_size"),
+        "conv_kernel": facts.integer("ssm.conv_kernel"),
+        "time_step_rank": facts.integer("ssm.time_step_rank"),
+        "use_conv_bias": "blk.0.ssm_conv1d.bias" in tensors,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "intermediate_size": facts.integer("ssm.inner_size"),
+        **(falcon if normed else {}),
+    }
+
+
+def jamba(facts: ModelFacts, tensors: Tensors) -> Fields:
+    """Return the facts of Jamba. Layers without KV heads are Mamba. Raises ConfigError."""
+    attending = [i for i, heads in enumerate(facts.per_layer("attention.head_count_kv")) if heads]
+    routing = [i for i in range(facts.layers) if f"blk.{i}.ffn_gate_inp.weight" in tensors]
+    recurrent = next((i for i in range(facts.layers) if i not in attending), 0)
+    inner, hidden = facts.integer("ssm.inner_size"), facts.integer("embedding_length")
+    return {
+        **_every(facts, "attn", attending),
+        **_every(facts, "expert", routing),
+        "num_experts": facts.experts if routing else 1,
+        "num_experts_per_tok": facts.integer("expert_used_count") if routing else 1,
+        "mamba_expand": inner // hidden,
+        "mamba_d_state": facts.integer("ssm.state_size"),
+        "mamba_d_conv": facts.integer("ssm.conv_kernel"),
+        "mamba_dt_rank": facts.integer("ssm.time_step_rank"),
+        "mamba_conv_bias": f"blk.{recurrent}.ssm_conv1d.bias" in tensors,
+        "mamba_proj_bias": False,
+    }
+
+
+def _every(facts: ModelFacts, part: str, chosen: list[int]) -> Fields:
+    """Return period and offset of the layers ``chosen`` of Jamba. Raises ConfigError for other layers."""
+    first = chosen[0] if chosen else 0
+    # One layer has a period beyond the last layer, and no layer an offset beyond the last layer.
+    period = chosen[1] - first if len(chosen) > 1 else facts.layers + 1
+    offset = first if chosen else facts.layers
+    if chosen != list(range(offset, facts.layers, period)):
+        raise ConfigError(
+            f"GGUF: jamba with {part} layers {chosen}, which are not equally far apart, is not supported",
+            param="--model",
+        )
+    return {f"{part}_layer_period": period, f"{part}_layer_offset": offset}
+
+
 def granite_hybrid(facts: ModelFacts, tensors: Tensors) -> Fields:
     """Return the facts of Granite 4 with Mamba2. Layers without KV heads are Mamba2. Raises ConfigError."""
     if facts.flag("rope.scaling.finetuned", False):

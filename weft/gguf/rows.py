@@ -121,6 +121,14 @@ _MAMBA2 = {
 }
 _MAMBA2_BARE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 _MAMBA2_FORMS = {"ssm_conv1d.weight": "TAPS", "ssm_norm.weight": "FLAT", "ssm_a": "RATES", "ssm_d": "FLAT"}
+_MAMBA1 = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_out": "mamba.out_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_x": "mamba.x_proj",
+    "ssm_dt": "mamba.dt_proj",
+}
+_MAMBA1_FORMS = {"ssm_conv1d.weight": "TAPS", "ssm_a": "LOGARITHMS"}
 
 ROWS: dict[str, GgufRow] = {
     "gemma3": GgufRow(read=row_facts.gemma3, names=_BOTH_NORMS, centred=True),
@@ -251,6 +259,31 @@ ROWS: dict[str, GgufRow] = {
         top={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
         bare={name: theirs.replace("mamba.", "mixer.") for name, theirs in _MAMBA2_BARE.items()},
         forms=_MAMBA2_FORMS,
+    ),
+    "mamba": GgufRow(
+        read=more_facts.mamba,
+        prefix="backbone.layers",
+        names={
+            "attn_norm": "norm",
+            **{name: theirs.replace("mamba.", "mixer.") for name, theirs in _MAMBA1.items()},
+        },
+        top={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
+        bare={"ssm_a": "mixer.A_log", "ssm_d": "mixer.D"},
+        forms=_MAMBA1_FORMS,
+    ),
+    "jamba": GgufRow(
+        read=more_facts.jamba,
+        names={
+            **_MAMBA1,
+            **{f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")},
+            "ffn_norm": "pre_ff_layernorm",
+            **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+            "ffn_gate_inp": "feed_forward.router",
+        },
+        top={"output_norm": "model.final_layernorm"},
+        bare={"ssm_a": "mamba.A_log", "ssm_d": "mamba.D"},
+        forms=_MAMBA1_FORMS,
+        experts=("feed_forward.experts", "gate_proj", "up_proj", "down_proj"),
     ),
     "granitehybrid": GgufRow(
         read=more_facts.granite_hybrid,

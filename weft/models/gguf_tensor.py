@@ -154,6 +154,8 @@ class GGUFTensor:
                 return values.float() - 1
             case TensorForm.RATES:
                 return torch.log(-values.double()).float().flatten()
+            case TensorForm.LOGARITHMS:
+                return torch.log(-values.double()).float()
             case TensorForm.FLAT:
                 return values.flatten()
             case TensorForm.TAPS:
