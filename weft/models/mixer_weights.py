@@ -102,8 +102,8 @@ def _add_mamba1(made: WeightMap, mamba: Mamba1Spec, theirs: str, ours: str) -> N
     made.add(f"{theirs}.conv1d.weight", f"{ours}.conv")
     if mamba.conv_bias:
         made.add(f"{theirs}.conv1d.bias", f"{ours}.conv_bias")
-    made.add_linear(f"{theirs}.x_proj", f"{ours}.select")
-    made.add_linear(f"{theirs}.dt_proj", f"{ours}.step")
+    made.add_linear(f"{theirs}.x_proj", f"{ours}.select", bias=False)
+    made.add_linear(f"{theirs}.dt_proj", f"{ours}.step", bias=False)
     made.add(f"{theirs}.dt_proj.bias", f"{ours}.step_bias")
     if mamba.norm == "weighted":
         for number, name in enumerate(("dt", "b", "c")):

@@ -33,9 +33,7 @@ def recurrent_elements(spec: ModelSpec) -> int:
         one = spec.hidden * (3 * inner + shared + mamba.heads) + mamba.conv * (inner + shared)
         total += len(mamba.layers) * one
     if (first := spec.mamba1) is not None:
-        # Rates and skips are wide: twice as large as other weights.
-        own = first.conv + 2 * (first.state + 1)
-        one = 3 * spec.hidden + first.selected + first.rank + own
+        one = 3 * spec.hidden + first.selected + first.rank + first.conv + first.state
         total += len(first.layers) * first.inner * one
     return total
 
