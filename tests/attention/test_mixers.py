@@ -1,5 +1,5 @@
-"""Cores of short convolutions, Mamba2 and Mamba 1: every backend against the definition in float64, whole and in
-pieces, and equal bits.
+"""Cores of short convolutions, Mamba2 and Mamba 1: every backend against the definition in float64, whole and
+in pieces, and equal bits.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from weft.attention.conv.conv_backend import ConvInput, ConvWeights
 from weft.attention.conv.conv_torch import TorchConv
 from weft.attention.mamba.mamba_backend import MambaInput, MambaWeights
 from weft.attention.mamba.mamba_torch import ROWS, InvariantMamba, TorchMamba
+from weft.attention.mamba1 import mamba1_torch
 from weft.attention.mamba1.mamba1_backend import Mamba1Input, Mamba1Weights, Selected
 from weft.attention.mamba1.mamba1_torch import TorchMamba1
-from weft.attention.mamba1 import mamba1_torch
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.config.families.mixers.state_caches import conv_cache, mamba1_cache, mamba_cache
@@ -76,7 +76,10 @@ class Scene:
     """Sequences with random inputs, and states with NaN in all unwritten entries."""
 
     def __init__(
-        self, spec: ConvSpec | MambaSpec | Mamba1Spec, dtype: torch.dtype = torch.float64, lengths: list[int] = LENGTHS
+        self,
+        spec: ConvSpec | MambaSpec | Mamba1Spec,
+        dtype: torch.dtype = torch.float64,
+        lengths: list[int] = LENGTHS,
     ) -> None:
         self.spec = spec
         generator = torch.Generator().manual_seed(0)

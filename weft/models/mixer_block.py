@@ -22,7 +22,9 @@ Tensor = torch.Tensor
 
 
 class MixerBlock(Block):
-    """A recurrent mixer or attention, then perhaps a feed-forward, each on a normalized copy of the stream."""
+    """A recurrent mixer or attention, then perhaps a feed-forward, each on a normalized copy of the
+    stream.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build, feed_forward: FeedForward | None) -> None:
         nn.Module.__init__(self)

@@ -64,7 +64,9 @@ class Mamba1(Packs):
         self._sizes = (mamba.rank, mamba.state, mamba.state)
         self._comm = build.comm
         self.xz = Linear(spec.hidden, joined(channels, channels), build, bias=mamba.bias)
-        self.conv: nn.Parameter | None = build.weight(channels.count, 1, mamba.conv, shard=channels, wide=True)
+        self.conv: nn.Parameter | None = build.weight(
+            channels.count, 1, mamba.conv, shard=channels, wide=True
+        )
         self.conv_bias = build.weight(channels.count, shard=channels, wide=True) if mamba.conv_bias else None
         self.select = RowLinear(channels, mamba.selected, build)
         self.norms: nn.ModuleList | None = None

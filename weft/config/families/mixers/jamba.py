@@ -22,8 +22,9 @@ _DEFAULTS = Defaults(kv_heads=8, max_position=262144, intermediate=14336, bos_id
 _ROW = Row(
     config="JambaConfig",
     only={"mamba_inner_layernorms": (True, None), "sliding_window": (None,)},
-    # Choices between equal computations, the number of prompt logits, and the context of the first release.
-    unused=("use_mamba_kernels|use_mambapy|use_associative_scan", "num_logits_to_keep", "n_ctx"),
+    # Choices between equal computations, the number of prompt logits, the context of the first release; nothing
+    # rotates.
+    unused=("use_mamba_kernels|use_mambapy|use_associative_scan", "num_logits_to_keep", "n_ctx", "rope_theta"),
 )
 
 

@@ -23,11 +23,12 @@ _ROW = Row(
     config="MambaConfig",
     renamed={"layer_norm_epsilon": "rms_norm_eps"},
     # The initialization alone reads the first group. The second group chooses between equal computations.
-    # transformers does not read the last group, which the first publisher's own files have.
+    # transformers does not read the third group, which files of the first publisher have. Nothing rotates.
     unused=(
         r"time_step_(scale|min|max|init_scheme|floor)|rescale_prenorm_residual",
         r"use_(falcon_)?mambapy|use_associative_scan",
         r"d_inner|d_model|n_layer|ssm_cfg|rms_norm|fused_add_norm|pad_vocab_size_multiple",
+        "rope_theta",
     ),
 )
 _MOST_HEADS = 16
