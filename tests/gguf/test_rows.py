@@ -70,7 +70,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MAMBA1 = {
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads")),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 1),
     "intermediate_size": 160,
     "state_size": 12,
     "time_step_rank": 32,
