@@ -160,7 +160,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba": (
         "FalconMamba",
         {
-            **dict.fromkeys(("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")),
+            **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim")),
+            "intermediate_size": 192,
             "state_size": 12,
             "time_step_rank": 20,
         },

@@ -22,9 +22,14 @@ _DEFAULTS = Defaults(kv_heads=8, max_position=262144, intermediate=14336, bos_id
 _ROW = Row(
     config="JambaConfig",
     only={"mamba_inner_layernorms": (True, None), "sliding_window": (None,)},
-    # Choices between equal computations, the number of prompt logits, the context of the first release; nothing
-    # rotates.
-    unused=("use_mamba_kernels|use_mambapy|use_associative_scan", "num_logits_to_keep", "n_ctx", "rope_theta"),
+    # Choices between equal computations, the number of prompt logits, the context of the first release.
+    # Nothing rotates.
+    unused=(
+        "use_mamba_kernels|use_mambapy|use_associative_scan",
+        "num_logits_to_keep",
+        "n_ctx",
+        "rope_theta",
+    ),
 )
 
 
