@@ -242,6 +242,10 @@ class Loads:
         needs = (load.needs for load in self._loads.values() if load.needs is not None)
         return [sum(each) for each in zip([0] * len(self._state.caches.kinds), *needs, strict=True)]
 
+    def excuse(self, now: float) -> bool:
+        """Return True if a load at the admission reserves blocks, and the load's deadline has not passed."""
+        return any(load.needs is not None and now < load.due for load in self._loads.values())
+
     @property
     def next_due(self) -> float | None:
         """Time of the next deadline of a waiting sequence; None without one."""

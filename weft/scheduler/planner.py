@@ -250,7 +250,10 @@ class Planner:
                 self._adopt_behind()
                 return
             if sequence.tables is None and state.load_first(sequence, needed):
-                return  # most loads end before the next step: a prompt from behind would delay the sequence
+                if builder.rows or state.in_flight:
+                    return  # most loads end before the next step: a prompt from behind would delay the sequence
+                promised = self._taken()
+                continue  # no step would follow: the sequence behind is the work at hand
             if yielding is not None:
                 state.waiting.invite(sequence)
                 self._reserver.preempt(yielding, builder, yields=True)

@@ -454,8 +454,9 @@ class SchedulerState:
         return bool(self.ops or self.transfers.can_save or self.media.cache.asks)
 
     def excuse(self, now: float) -> bool:
-        """Return True if a pin or an image transfer before its deadline explains missing blocks."""
-        return self.pins.excuse(now) or self.images.excuse(now)
+        """Return True if a pin, an image transfer or a load before its deadline explains missing blocks."""
+        reserved = self.loads is not None and self.loads.excuse(now)
+        return reserved or self.pins.excuse(now) or self.images.excuse(now)
 
     def planned(self, sequence: Sequence) -> bool:
         """Return True if ``sequence`` runs in a slot that the ranks know: a frozen plan names the slot."""
