@@ -251,7 +251,7 @@ class Planner:
                 return
             if sequence.tables is None and state.load_first(sequence, needed):
                 if builder.rows or state.in_flight:
-                    return  # most loads end before the next step: a prompt from behind would delay the sequence
+                    return  # most loads end before the next step, which a prompt from behind would delay
                 promised = self._taken()
                 continue  # no step would follow: the sequence behind is the work at hand
             if yielding is not None:
