@@ -190,11 +190,10 @@ def test_models_share_the_memory_and_an_unload_ends_no_stream(start: Start) -> N
     thread.start()
     until(lambda: listed(server)[0]["running"] == 1)
     # An operator's unload drains: the stream goes on, and b loads behind it.
+    assert admin(server, "unload", "a").json()["state"] == "draining"
     with ThreadPoolExecutor(1) as pool:
-        with stopped(server):
-            assert admin(server, "unload", "a").json()["state"] == "draining"
-            waits = pool.submit(ask, server, "b")
-            until(lambda: listed(server)[1]["waiting"] == 1)
+        waits = pool.submit(ask, server, "b")
+        until(lambda: listed(server)[1]["waiting"] == 1 or waits.done())
         assert says(waits.result()) == "I am b"
     thread.join()
     assert ends == ["stop"]
@@ -241,8 +240,12 @@ def test_a_request_waits_at_most_the_timeout_of_models(start: Start) -> None:
     models["a"]["says"] = slow
     models["a"]["load"] = "start"
     server = start(models, models_memory="1G", model_timeout=2.0)
-    with server.stream(model="a"), stopped(server):
+    with server.stream(model="a") as response:
+        lines = response.iter_lines()
+        next(lines)
+        began = time.monotonic()
         late = ask(server, "b")
+        assert time.monotonic() - began < deadline(8)
         assert late.status_code == 503
         assert "--model-timeout" in late.json()["error"]["message"]
         assert int(late.headers["retry-after"]) > 5, "the hysteresis and the load"
@@ -258,11 +261,10 @@ def test_the_server_ends_while_requests_wait_for_a_model(start: Start) -> None:
     with server.stream(model="a") as response, ThreadPoolExecutor(1) as pool:
         lines = response.iter_lines()
         next(lines)
-        with stopped(server):
-            waits = pool.submit(ask, server, "b")
-            until(lambda: listed(server)[1]["waiting"] == 1)
-            server.process.send_signal(signal.SIGTERM)
-            late = waits.result()
+        waits = pool.submit(ask, server, "b")
+        until(lambda: listed(server)[1]["waiting"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        late = waits.result()
         assert (late.status_code, "shutting down" in late.text) == (503, True)
         assert "data: [DONE]" in list(lines), "the running request ends by itself"
     assert server.process.wait(deadline(20)) == 0
