@@ -35,7 +35,7 @@ class Pair:
     def receive(self, announced: AnnouncedTensors) -> list[tuple[str, torch.Tensor]]:
         """Send ``SENT``, and return what arrives as ``announced``."""
         thread = threading.Thread(
-            target=lambda: send(self.trainer, SENT, announce(SENT, announced.packed, deadline(30)))
+            target=lambda: send(self.trainer, SENT, announce(SENT, announced.packed, 30))
         )
         thread.start()
         try:
