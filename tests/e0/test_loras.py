@@ -14,6 +14,7 @@ import torch
 from tests.e0.rig import CPU, Answer, make_engine, run, spec_of, submit
 from tests.support.checkpoints import make_checkpoint
 from tests.support.loras import CONV, DELTA, DENSE, KIMI, LATENT, MAMBA, PARALLEL, make_adapter, merge
+from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest
 from weft.config.adapters import read_adapter
 from weft.config.sections.all import SpeculationSection
@@ -189,7 +190,7 @@ def test_steps_go_on_while_files_are_read(world: World, monkeypatch: pytest.Monk
     read, may_read = adapters._copy_of, threading.Event()
 
     def slow(*given: Any) -> Any:
-        assert may_read.wait(30)
+        assert may_read.wait(deadline(30))
         return read(*given)
 
     monkeypatch.setattr(adapters, "_copy_of", slow)

@@ -248,7 +248,7 @@ def test_a_compile_that_was_noticed_before_it_rang_lets_the_loop_sleep(tmp_path:
     poller = zmq.Poller()
     poller.register(bell, zmq.POLLIN)
     engine.grammars._ring()
-    assert poller.poll(1000)
+    assert poller.poll(deadline(1) * 1e3)
     assert engine.poll() == []
     assert not poller.poll(0)
     engine.close()

@@ -313,7 +313,7 @@ def test_a_launch_does_not_wait_for_the_tower(rigs: Callable[..., Rig]) -> None:
     look = rig.tower._look
 
     def slow(images: list[Tensor]) -> None:
-        assert go.wait(30.0)
+        assert go.wait(deadline(30))
         look(images)
 
     rig.tower._look = slow  # type: ignore[method-assign]
