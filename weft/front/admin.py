@@ -127,7 +127,7 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     starts: int = 0
     """Number of processes that were started under the name so far."""
     failure: str = ""
-    """How the last process was lost that nobody had ordered to end; "" if there was none."""
+    """Reason of the last unexpected end of a process; "" without such an end."""
 
 
 class GroupList(msgspec.Struct, kw_only=True):

@@ -25,9 +25,9 @@ MOST_LABEL = 256
 """Maximum characters of a label."""
 MOST_PATH = 4096
 ABORT_S = 2.0
-"""Maximum seconds until requests end that ``--on-update abort`` aborts."""
+"""Maximum seconds to wait for the end of requests that ``--on-update abort`` aborts."""
 CARRY_S = 1200.0
-"""Maximum seconds until the API server that carries out an update has answered another."""
+"""Maximum seconds of one call from another API server to the API server that carries out updates."""
 BACKENDS = ("file", "shm")
 """Backends without a set-up."""
 GROUPS = ("gloo", "nccl", "ipc")
@@ -161,8 +161,8 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
 
     @app.post("/init_weight_transfer_engine", openapi_extra=openapi.answers_of(InitRequest, Said))
     async def init(request: Request) -> Response:
-        """Check the way of new weights. Files and shared memory need no set-up. Every rank joins the group of
-        a trainer that broadcasts; the answer comes when the group is formed.
+        """Set up the transport of new weights. Files and shared memory need no set-up. If a trainer
+        broadcasts, every rank joins the group of the trainer. The answer comes when the group is formed.
         """
         await _carry(front, request, await read_body(front, request, InitRequest))
         return _json(Said(message="Weight transfer initialized"))
@@ -220,7 +220,10 @@ async def _init(front: Front, asked: InitRequest) -> None:
 
 async def _start(front: Front, asked: StartRequest) -> None:
     if not asked.is_checkpoint_format:
-        raise InvalidRequest("is_checkpoint_format must be true", param="is_checkpoint_format")
+        raise InvalidRequest(
+            "is_checkpoint_format must be true: send tensors with the names and shapes of the checkpoint",
+            param="is_checkpoint_format",
+        )
     _updates(front, asked.model).start()
 
 
@@ -258,8 +261,9 @@ _CALLS: dict[str, tuple[type[Body], Callable[[Front, Any], Awaitable[None]]]] = 
 
 
 async def _carry(front: Front, request: Request, asked: Body) -> None:
-    """Carry out a call on the API server that carries out updates. ``?model=`` stands for the field. Raises
-    the errors of the call, and Unavailable if the other API server does not answer."""
+    """Carry out a call on the API server that carries out updates. The query parameter ``model`` replaces an
+    empty field ``model``. Raises the errors of the call, and Unavailable if the other API server does not
+    answer."""
     if not getattr(asked, "model", "") and (model := request.query_params.get("model")):
         asked = msgspec.structs.replace(asked, model=model)
     name, run = next((name, run) for name, (kind, run) in _CALLS.items() if isinstance(asked, kind))
@@ -287,7 +291,8 @@ async def _carried(front: Front, call: str) -> bytes:
 async def _leave(front: Front, model: str) -> None:
     """End all requests of a model, at every API server, with the tokens so far. Waits at most ``ABORT_S`` for
     clients that do not read."""
-    name = chosen(front, model).names[0]  # another API server may have several models where this one has one
+    # The full name: an empty name is ambiguous at another API server with several loaded models.
+    name = chosen(front, model).names[0]
     others = [] if front.siblings is None else [front.siblings.tell_leave(name, 2 * ABORT_S)]
     await asyncio.gather(_end_all(front, name), *others)
 
@@ -310,7 +315,7 @@ def _add_facts(app: FastAPI, front: Front) -> None:
 
     @app.get("/get_world_size", openapi_extra=openapi.returns(WorldSize))
     async def get_world_size(request: Request) -> Response:
-        """Return the number of ranks of all groups; with ``?include_dp=false`` of one replica."""
+        """Return the number of ranks of all groups. ``?include_dp=false`` counts one replica only."""
         named = chosen(front, request.query_params.get("model", ""))
         one = request.query_params.get("include_dp", "true").lower() in ("false", "0")
         ranks = named.config.parallel.tensor_parallel_size if one else named.model.weights.ranks
@@ -325,7 +330,7 @@ def _add_facts(app: FastAPI, front: Front) -> None:
 
     @app.get("/weight_info", openapi_extra=openapi.returns(WeightInfo))
     async def weight_info(request: Request) -> Response:
-        """Return the label of the weights of new requests; with ``?model=`` of one of several models."""
+        """Return the label of the weights that new requests use. ``?model=`` names one of several models."""
         updates = _updates(front, request.query_params.get("model", ""))
         return _json(WeightInfo(weight_version=updates.label, version=updates.number))
 

@@ -64,7 +64,8 @@ MAX_READS = 16
 
 
 def _rate_limits(section: FrontSection) -> RateLimits | None:
-    """Return the share of one API server in the rate limits, rounded up; None without limits."""
+    """Return the rate limits of one API server: the limits divided by ``fronts``, rounded up. None without
+    limits."""
     limits = (section.rate_limit_requests, section.rate_limit_tokens)
     return RateLimits(*(-(-limit // section.fronts) for limit in limits)) if any(limits) else None
 

@@ -412,7 +412,7 @@ class Reader:
         limit. Runs before any computation."""
         width = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
         tokens = sum(prompt.count for prompt in prompts)
-        size = tokens * COLUMN_BYTES * width  # held until the end of the last choice that shows the prompt
+        size = tokens * COLUMN_BYTES * width  # in memory until the last choice that shows the prompt has ended
         if params.prompt_logprobs == -1:  # the whole vocabulary: values without ids
             size = tokens * 4 * (1 + self.limits.vocab_size)
         routes = self.limits.routes

@@ -90,8 +90,8 @@ class AnswerShape(Protocol):
 
 
 Prepare = Callable[[list[bytes], Upload], Awaitable[list[bytes]]]
-"""Returns the bytes to read for a body, e.g. with stored items. Bytes beyond the body also count as the
-upload. Raises WeftError, or Answered."""
+"""Returns the bytes to read for a body, e.g. with stored items in front. The additional bytes count as part of
+the upload. Raises WeftError, or Answered."""
 
 
 class Answered(Exception):
@@ -102,8 +102,8 @@ class Answered(Exception):
 
 
 Early = Callable[[list[bytes], int], Awaitable[None]]
-"""Looks at a body and at the number of the API key before the request waits for its model. Raises WeftError,
-or Answered."""
+"""Called with a body and the number of the API key, before the request waits for its model. Raises WeftError
+to refuse the request, or Answered to answer the request."""
 
 
 async def _no_look(body: list[bytes], client: int) -> None:
