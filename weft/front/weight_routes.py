@@ -80,13 +80,13 @@ class VersionRequest(Body, frozen=True, kw_only=True):
     new_version: str
 
 
-class Said(msgspec.Struct, kw_only=True):
+class UpdateAnswer(msgspec.Struct, kw_only=True):
     """Answer of the routes of an update."""
 
     message: str
 
 
-class Named(msgspec.Struct, kw_only=True):
+class VersionAnswer(msgspec.Struct, kw_only=True):
     """Answer of POST /update_weight_version."""
 
     success: bool
@@ -159,43 +159,43 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
         front.siblings.carry = lambda call: _carried(front, call)
         front.siblings.leave = lambda model: _end_all(front, model)
 
-    @app.post("/init_weight_transfer_engine", openapi_extra=openapi.answers_of(InitRequest, Said))
+    @app.post("/init_weight_transfer_engine", openapi_extra=openapi.answers_of(InitRequest, UpdateAnswer))
     async def init(request: Request) -> Response:
         """Set up the transport of new weights. Files and shared memory need no set-up. If a trainer
         broadcasts, every rank joins the group of the trainer. The answer comes when the group is formed.
         """
         await _carry(front, request, await read_body(front, request, InitRequest))
-        return _json(Said(message="Weight transfer initialized"))
+        return _json(UpdateAnswer(message="Weight transfer initialized"))
 
-    @app.post("/start_weight_update", openapi_extra=openapi.answers_of(StartRequest, Said))
+    @app.post("/start_weight_update", openapi_extra=openapi.answers_of(StartRequest, UpdateAnswer))
     async def start(request: Request) -> Response:
         """Begin an update. Replaces an update that was not finished."""
         await _carry(front, request, await _body(front, request, StartRequest))
-        return _json(Said(message="Weight update started"))
+        return _json(UpdateAnswer(message="Weight update started"))
 
-    @app.post("/update_weights", openapi_extra=openapi.answers_of(UpdateRequest, Said))
+    @app.post("/update_weights", openapi_extra=openapi.answers_of(UpdateRequest, UpdateAnswer))
     async def update(request: Request) -> Response:
         """Add a source of tensors to the update. Engines read files when the update is finished. Broadcasts
         are received now: the answer comes when all ranks have the tensors.
         """
         await _carry(front, request, await read_body(front, request, UpdateRequest))
-        return _json(Said(message="Weights updated"))
+        return _json(UpdateAnswer(message="Weights updated"))
 
-    @app.post("/finish_weight_update", openapi_extra=openapi.answers_of(FinishRequest, Said))
+    @app.post("/finish_weight_update", openapi_extra=openapi.answers_of(FinishRequest, UpdateAnswer))
     async def finish(request: Request) -> Response:
         """Read all sources on all engine processes, then change the weights between two steps.
 
         400 names a tensor that does not fit; the old weights then stay.
         """
         await _carry(front, request, await _body(front, request, FinishRequest))
-        return _json(Said(message="Weight update finished"))
+        return _json(UpdateAnswer(message="Weight update finished"))
 
-    @app.post("/update_weight_version", openapi_extra=openapi.answers_of(VersionRequest, Named))
+    @app.post("/update_weight_version", openapi_extra=openapi.answers_of(VersionRequest, VersionAnswer))
     async def rename(request: Request) -> Response:
         """Change the label of the weights in use."""
         asked = await read_body(front, request, VersionRequest)
         await _carry(front, request, asked)
-        return _json(Named(success=True, new_version=asked.new_version))
+        return _json(VersionAnswer(success=True, new_version=asked.new_version))
 
 
 # ---- the calls, on the API server that carries out the updates

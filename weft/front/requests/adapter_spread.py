@@ -1,10 +1,10 @@
 """Distribution of LoRA adapters from one API server to all engine processes.
 
-    wanted contents ──look──► LoadAdapter, one at a time per process ──► Instance.adapters has the answer
-                        └───► DropAdapter for each content that is not wanted any more
+    wanted contents ──send_missing──► LoadAdapter, one at a time per process ──► Instance.adapters: the answer
+                             └──────► DropAdapter for each content that is no longer wanted
 
-``look`` compares and sends, so calls may be repeated at any time. A process that joins or starts again has a
-new link, and gets everything.
+``send_missing`` compares and sends, so calls may be repeated at any time. A process that joins or starts
+again has a new link, and gets everything.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Spread:
         """Return the number of live engine processes that have not loaded the adapter."""
         return sum(not one.has_adapter(digest) for one in self.takers())
 
-    def look(self, wanted: Mapping[str, LoadAdapter]) -> None:
+    def send_missing(self, wanted: Mapping[str, LoadAdapter]) -> None:
         """Send what each process lacks. ``wanted``: by digest; pass the same object while nothing changes."""
         known = self._processes
         self._processes = {}
@@ -136,7 +136,7 @@ class Spread:
     async def answered(self, digest: str) -> WeftError | None:
         """Wait until every live process has answered for an adapter. Return the first error, or None.
 
-        Another task must call ``look``.
+        Another task must call ``send_missing``.
         """
         try:
             async with asyncio.timeout(LOAD_S):

@@ -275,14 +275,14 @@ class Adapters:
         self._loading = made
         try:
             self._spread.retry(made.digest)
-            self._look(changed=True)
+            self._send_missing(changed=True)
             if (error := await self._spread.answered(made.digest)) is not None:
                 raise error
             self._by_name[name] = made
         finally:
             # Also after the end of the request: the content is dropped unless a name has the content.
             self._loading = None
-            self._look(changed=True)
+            self._send_missing(changed=True)
         await self._tell(Change(name=name, adapter=made))
         log.info("LoRA adapter %r loaded by a request: rank %d", name, made.rank)
         return made
@@ -349,7 +349,7 @@ class Adapters:
         """Free a name here and in the other API servers. A content without a name is dropped."""
         self._by_name.pop(name, None)
         self._used.pop(name, None)
-        self._look(changed=True)
+        self._send_missing(changed=True)
         await self._tell(Change(name=name))
 
     # -- engine processes ---------------------------------------------------------------------------
@@ -358,12 +358,12 @@ class Adapters:
         """Return the number of live engine processes that have not loaded ``adapter``."""
         return self._spread.missing(adapter.digest)
 
-    def _look(self, *, changed: bool = False) -> None:
+    def _send_missing(self, *, changed: bool = False) -> None:
         """Send each adapter to each process that lacks the adapter. ``changed``: after a change of names."""
         if self._wanted is None or changed:
             loading = [] if self._loading is None else [self._loading]
             self._wanted = wanted_of(one.message for one in (*loading, *self._by_name.values()))
-        self._spread.look(self._wanted)
+        self._spread.send_missing(self._wanted)
 
     async def _keep(self) -> None:
         """Send the adapters to every process that lacks one, and list --lora-dir, until cancelled."""
@@ -374,7 +374,7 @@ class Adapters:
                 if time.monotonic() - listed > LIST_S:
                     listed = time.monotonic()
                     self._subfolders = await asyncio.to_thread(self._list)
-                self._look()
+                self._send_missing()
             except Exception:
                 log.exception("LoRA adapters could not be sent to the engines; the next attempt follows")
 
@@ -400,7 +400,7 @@ class Adapters:
         self._by_name.pop(change.name, None)
         if change.adapter is not None:
             self._by_name[change.name] = change.adapter
-        self._look(changed=True)
+        self._send_missing(changed=True)
         if change.adapter is not None:
             self._used[change.name] = time.monotonic()
             self._spread.trust(change.adapter.digest)

@@ -106,7 +106,7 @@ Early = Callable[[list[bytes], int], Awaitable[None]]
 to refuse the request, or Answered to answer the request."""
 
 
-async def _no_look(body: list[bytes], client: int) -> None:
+async def _no_early_answer(body: list[bytes], client: int) -> None:
     pass
 
 
@@ -120,7 +120,7 @@ async def handle(
     kind: str,
     make_shape: Callable[[Generation], AnswerShape],
     prepare: Prepare = _as_it_came,
-    early: Early = _no_look,
+    early: Early = _no_early_answer,
 ) -> Response:
     """Answer one request; ``kind`` selects the reader, ``make_shape`` the form of the answer, ``prepare``
     may change the body, ``early`` may answer before the request waits for its model. The request's tokens

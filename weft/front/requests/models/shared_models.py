@@ -163,7 +163,7 @@ class SharedModels(SeveralModels):
         does not load. An API server that joins a running server waits for the loaded models alone, and raises
         no such error."""
         self._prove = prove
-        self._look()
+        self._follow_record()
         self._ticking = asyncio.create_task(self._tick())
         first = [slot for slot in self._slots.values() if self._awaited(slot)]
         await asyncio.gather(*(slot.settled.wait() for slot in first))
@@ -197,17 +197,17 @@ class SharedModels(SeveralModels):
         """Act on the record regularly, until a cancellation."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self._look_safely()
+            self._follow_record_safely()
 
-    def _look_safely(self) -> None:
+    def _follow_record_safely(self) -> None:
         try:
-            self._look()
+            self._follow_record()
         except Exception:
             log.exception("unexpected error in the states of the models; the API server continues")
 
     # -- the record
 
-    def _look(self) -> None:
+    def _follow_record(self) -> None:
         """Act on the present record, and report the version."""
         record = self._hub.record()
         if record is None or self._closing:
@@ -353,7 +353,7 @@ class SharedModels(SeveralModels):
 
     def listed(self, client: int | None = None) -> list[ModelStatus]:
         """See ``SeveralModels.listed``. A command through another API server shows at once."""
-        self._look_safely()
+        self._follow_record_safely()
         return super().listed(client)
 
     async def load(self, name: str) -> ModelStatus:
@@ -383,5 +383,5 @@ class SharedModels(SeveralModels):
             self._reporting.cancel()
             self._report()
         await self._hub.ask(slot.name, what, seconds)
-        self._look()  # act on the new record now, so that later requests see no refusal from before the command
+        self._follow_record()  # act on the new record now, so that later requests see no refusal from before the command
         return self.status(slot.name)
