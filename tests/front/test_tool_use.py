@@ -58,7 +58,12 @@ def test_every_choice() -> None:
     )
     some = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("f")]}}
     use = read(tools=both, tool_choice=some)
-    assert (use.mode, names(use.shown), names(use.callable), use.parallel) == ("auto", ["f", "g"], ["f"], True)
+    assert (use.mode, names(use.shown), names(use.callable), use.parallel) == (
+        "auto",
+        ["f", "g"],
+        ["f"],
+        True,
+    )
     assert not read(tools=both, parallel_tool_calls=False).parallel
 
 

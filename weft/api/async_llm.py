@@ -30,7 +30,7 @@ T = TypeVar("T")
 class AsyncLLM:
     """A model and its engine, for event loops. All settings of ``LLM`` are valid.
 
-    The constructor blocks until the model is loaded. If the engine dies, every waiting call raises EngineDead.
+    The constructor blocks until the model is loaded. If the engine dies, waiting calls raise EngineDead.
     """
 
     def __init__(self, model: str | Path = "spool-text", **config: Any) -> None:

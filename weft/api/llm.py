@@ -89,8 +89,8 @@ class LLM(PooledCalls):
     """
 
     def __init__(self, model: str | Path = "spool-text", **config: Any) -> None:
-        """Load the model and start the engine. Return when the engine runs. For ``config`` and errors, see the
-        class."""
+        """Load the model and start the engine. Return when the engine runs. For ``config`` and errors, see
+        the class."""
         settings = read_settings(model, config)
         self.config = resolve(settings)
         self._text = load_text(self.config, settings.front.chat_template)
@@ -309,7 +309,9 @@ class LLM(PooledCalls):
         requests: list[Request] = []
         try:
             # Make every request before the first one runs, so that an invalid prompt costs no computation.
-            for number, (prompt, sampling, constraint) in enumerate(zip(prompts, params, grammars, strict=True)):
+            for number, (prompt, sampling, constraint) in enumerate(
+                zip(prompts, params, grammars, strict=True)
+            ):
                 try:
                     requests.append(make(prompt, sampling, self._maker.seeds.mint(), grammar=constraint))
                     requests[-1].prioritise(priorities[number])

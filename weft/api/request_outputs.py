@@ -95,7 +95,7 @@ class ScoreOutput:
 
 
 def completion_of(choice: Choice, routed: np.ndarray | None = None) -> CompletionOutput:
-    """Return the present state of a choice, with copied lists. ``routed``: the value of ``routed_experts``."""
+    """Return the present state of a choice, with copied lists. ``routed``: value of ``routed_experts``."""
     found = choice.logprobs
     every = found is not None and found.every
     return CompletionOutput(

@@ -53,8 +53,8 @@ class Weights:
             )
         if self._freed and partial:
             raise InvalidRequest(
-                "the weights are empty after a sleep of level 2: update all tensors first (partial=False), or "
-                "call wake_up"
+                "the weights are empty after a sleep of level 2: update all tensors first (partial=False), "
+                "or call wake_up"
             )
         number = core.weights.version + 1
         try:

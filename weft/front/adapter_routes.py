@@ -77,8 +77,8 @@ def _with_adapters(front: Front) -> Front:
     able = [one for one in front.several.fronts if one.config.lora.max_loras]
     if len(able) != 1:
         raise InvalidRequest(
-            f"{len(able)} of the loaded models take LoRA adapters, and this route needs exactly one such model: "
-            "load or unload models first"
+            f"{len(able)} of the loaded models take LoRA adapters, and this route needs exactly one such "
+            "model: load or unload models first"
         )
     return able[0]
 

@@ -93,7 +93,7 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _check_parts(path: Path, containers: list[Container]) -> None:
-    """Raise ConfigError for one of several parts if the names of the other parts do not follow from its name."""
+    """Raise ConfigError for one of several parts if the other parts cannot be found by its name."""
     count = containers[0].metadata.get("split.count", 0)
     if isinstance(count, int) and count > 1 and count != len(containers):
         raise ConfigError(

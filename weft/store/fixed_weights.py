@@ -24,8 +24,8 @@ def check_sleep(config: EngineConfig, level: int) -> None:
     if level > 1:
         if config.model.load_format == "dummy":
             raise InvalidRequest(
-                "level 2 frees the weights, and random weights (--load-format dummy) cannot be read again: use "
-                "level 1",
+                "level 2 frees the weights, and random weights (--load-format dummy) cannot be read again: "
+                "use level 1",
                 param="level",
             )
         start_files(config)

@@ -50,7 +50,7 @@ class WeightNames:
                 digests = [] if self._start is None else self._start.tensor_files()
                 self._first = content(digests) if digests else ""
             except ConfigError:
-                # Files that changed have no digest. An update to the weights of the start then gets a new name.
+                # Files that changed have no digest: an update to the weights of the start gets a new name.
                 pass
         return self._first
 

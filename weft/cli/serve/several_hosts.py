@@ -40,7 +40,8 @@ class HostPlace(NamedTuple):
             for flag, value in given.items():
                 if value:
                     raise ConfigError(
-                        f"{flag}: the group runs on one host; set `hosts` in FILE, or remove {flag}", param=flag
+                        f"{flag}: the group runs on one host; set `hosts` in FILE, or remove {flag}",
+                        param=flag,
                     )
             return advertise
         if self.number >= parallel.hosts:

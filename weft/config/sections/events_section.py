@@ -98,7 +98,8 @@ def _check_apart(events: EventsSection, highest: int) -> None:
         flag = "--kv-events-replay-endpoint"
         raise ConfigError(
             f"{flag} {second} overlaps with --kv-events-endpoint {first}: engine N adds N to both ports, and "
-            f"the highest N of this host is {highest}. Choose ports that are further apart, e.g. 5557 and 5657",
+            f"the highest N of this host is {highest}. Choose ports that are further apart, e.g. 5557 and "
+            "5657",
             param=flag,
         )
 

@@ -36,13 +36,14 @@ def with_draft(spec: ModelSpec, config: Config, path: str, draft_path: str) -> M
     draft = load_spec(draft_path, trust_remote_code=config.model.trust_remote_code, language_model_only=True)
     if not draft.head:
         raise ConfigError(
-            f"{_FLAG}: the checkpoint has no output head, which drafts need; choose another model", param=_FLAG
+            f"{_FLAG}: the checkpoint has no output head, which drafts need; choose another model",
+            param=_FLAG,
         )
     other = next((cache.kind for cache in draft.caches if cache.kind not in _CACHES), None)
     if other is not None:
         raise ConfigError(
-            f"{_FLAG}: {draft.architecture} has layers with a cache of kind {other}, which draft models do not "
-            "support; choose a draft model with full, window or latent attention",
+            f"{_FLAG}: {draft.architecture} has layers with a cache of kind {other}, which is not supported "
+            "in a draft model; choose a draft model with full, window or latent attention",
             param=_FLAG,
         )
     if (draft.moe or draft.counted_experts) is not None and config.parallel.enable_expert_parallel:

@@ -5,8 +5,8 @@
                  state▼  │state, number of running sequences
                  other API servers
 
-A sleep is a pause with parts of the memory freed (asleep). ``wake`` fills parts again. After the last part the
-server is as before the sleep.
+A sleep is a pause with parts of the memory freed (asleep). ``wake`` fills parts again. After the last part
+the server is as before the sleep.
 
 Each change has a stamp: (a number above all known numbers, the name of the API server). The highest stamp
 wins everywhere, so all API servers agree after concurrent changes. An API server gets the state of the others

@@ -17,7 +17,7 @@ from weft.common.log import get_logger
 from weft.common.workers import Answer, serve
 from weft.front.protocol.messages.read_messages import read_count, read_messages
 from weft.front.protocol.responses.read import read_response, read_tokens
-from weft.front.requests.proofs import NeedsProof, KnownVerdicts, Unproved
+from weft.front.requests.proofs import KnownVerdicts, NeedsProof, Unproved
 from weft.front.requests.read_ollama import (
     read_ollama_chat,
     read_ollama_embed,

@@ -20,8 +20,15 @@ from weft.front.protocol.chat_request import ChatRequest, conversation_of
 from weft.front.protocol.completions_request import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from weft.front.protocol.conversation import AnswerOptions, Conversation, Sharing
 from weft.front.protocol.effort import effort_variables, switch_variables
+from weft.front.protocol.enforceable_schemas import (
+    all_strict,
+    enforceable_form,
+    enforceable_tools,
+    open_tools,
+    with_hint,
+    with_tool_at_fault,
+)
 from weft.front.protocol.generate_request import form_of
-from weft.front.protocol.enforceable_schemas import with_hint, all_strict, with_tool_at_fault, enforceable_form, enforceable_tools, open_tools
 from weft.front.protocol.named import Named
 from weft.front.protocol.parse import parse, printable
 from weft.front.protocol.turns import renamed, shows_system_inside, shows_users_apart
@@ -412,7 +419,9 @@ class Reader:
         limit. Runs before any computation."""
         width = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
         tokens = sum(prompt.count for prompt in prompts)
-        size = tokens * COLUMN_BYTES * width  # in memory until the last choice that shows the prompt has ended
+        size = (
+            tokens * COLUMN_BYTES * width
+        )  # in memory until the last choice that shows the prompt has ended
         if params.prompt_logprobs == -1:  # the whole vocabulary: values without ids
             size = tokens * 4 * (1 + self.limits.vocab_size)
         routes = self.limits.routes

@@ -90,8 +90,8 @@ class AnswerShape(Protocol):
 
 
 Prepare = Callable[[list[bytes], Upload], Awaitable[list[bytes]]]
-"""Returns the bytes to read for a body, e.g. with stored items in front. The additional bytes count as part of
-the upload. Raises WeftError, or Answered."""
+"""Returns the bytes to read for a body, e.g. with stored items in front. The additional bytes count as part
+of the upload. Raises WeftError, or Answered."""
 
 
 class Answered(Exception):

@@ -216,8 +216,8 @@ class WeightUpdates:
             for one in able:
                 if one.welcome is None or (common_version(one.welcome.versions) or 0) < RECEIVE_SINCE:
                     raise InvalidRequest(
-                        f"the engine {one.name} runs an earlier release, which receives no broadcasts; restart "
-                        "the engine with the release of this server"
+                        f"the engine {one.name} runs an earlier release, which receives no broadcasts; "
+                        "restart the engine with the release of this server"
                     )
             self._joined, token = {}, new_token()
             messages = list[JoinTrainer]()

@@ -18,7 +18,14 @@ from weft.grammar.json_schema.disjoint import Disjoint
 from weft.grammar.json_schema.formats import FORMATS, INTEGERS, NOTES
 from weft.grammar.json_schema.normal import lookup, normal, step
 from weft.grammar.json_schema.patterns import RUST, Dialect, whole_pattern
-from weft.grammar.json_schema.schema_values import Unenforceable, bound, check_constant, check_text, count, shown
+from weft.grammar.json_schema.schema_values import (
+    Unenforceable,
+    bound,
+    check_constant,
+    check_text,
+    count,
+    shown,
+)
 
 MAX_NESTING = 64
 """Maximum levels of arrays and objects in the text of a schema."""
@@ -228,8 +235,8 @@ class SchemaReader:
     def _keyword(self, key: str, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         """Return the rewritten form of one keyword, as keywords to merge.
 
-        The key "" stands for further parts of allOf. Raises InvalidRequest, or Unenforceable for a keyword that no
-        grammar can enforce.
+        The key "" stands for further parts of allOf. Raises InvalidRequest, or Unenforceable for a keyword
+        that no grammar can enforce.
         """
         here = f"{at}/{self._step(key)}"
         if key in _COUNTS:
@@ -363,7 +370,9 @@ class SchemaReader:
         closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
         if least > 1 and not closed:
             # A key written twice counts once, so a count of written keys proves nothing.
-            raise Unenforceable(f"minProperties is supported up to the number of required properties (at {at})")
+            raise Unenforceable(
+                f"minProperties is supported up to the number of required properties (at {at})"
+            )
         return {"minProperties": least}
 
     def _read_items(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:

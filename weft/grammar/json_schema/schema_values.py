@@ -29,8 +29,8 @@ def count(value: Any, at: str) -> int:
 
 
 def bound(value: Any, at: str) -> float:
-    """Return ``value`` as a numeric bound. Raises InvalidRequest, or Unenforceable for a value too large or too
-    close to 0.
+    """Return ``value`` as a numeric bound. Raises InvalidRequest, or Unenforceable for a value too large or
+    too close to 0.
     """
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InvalidRequest(f"a number is expected (at {at})")

@@ -211,8 +211,8 @@ def _check_draft(model: TransformersModel) -> None:
     draft = model.spec.draft
     if draft is not None and draft.eagle is not None and model.last_rows is None:
         raise ConfigError(
-            f"--speculative-method eagle3: the layers of {model.spec.architecture} are not in one list, so the "
-            "head cannot read the hidden states between layers; use --speculative-method draft or ngram",
+            f"--speculative-method eagle3: the layers of {model.spec.architecture} are not in one list, so "
+            "the head cannot read the hidden states between layers; use --speculative-method draft or ngram",
             param="--speculative-method",
         )
 

@@ -129,8 +129,7 @@ def split_keys(
             key = begin
         if key in plain:
             raise ConfigError(
-                "--api-key has the same key twice: give the key once, with all its models as "
-                "KEY:MODEL+MODEL",
+                "--api-key has the same key twice: give the key once, with all its models as KEY:MODEL+MODEL",
                 param="--api-key",
             )
         plain.append(key)

@@ -383,5 +383,6 @@ class SharedModels(SeveralModels):
             self._reporting.cancel()
             self._report()
         await self._hub.ask(slot.name, what, seconds)
-        self._follow_record()  # act on the new record now, so that later requests see no refusal from before the command
+        # Act on the new record now: later requests must see no refusal from before the command.
+        self._follow_record()
         return self.status(slot.name)
