@@ -126,8 +126,8 @@ class PooledCalls:
             first = first * len(second)
         if len(first) != len(second) or not first:
             raise InvalidRequest(
-                f"there are {len(first)} queries and {len(second)} documents: send one query, or one query for "
-                "each document",
+                f"there are {len(first)} queries and {len(second)} documents: send one query, or one query "
+                "for each document",
                 param="documents",
             )
         spec = self.config.spec.classify

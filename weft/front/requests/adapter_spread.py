@@ -111,8 +111,8 @@ class Spread:
             process.logged.add(digest)
             log.warning(
                 "group %s has not loaded the LoRA adapter %r and gets no requests for the adapter: %s. "
-                "Correct the folder %s on the hosts of the group, then load the adapter again, or start the group "
-                "again",
+                "Correct the folder %s on the hosts of the group, then load the adapter again, or start the "
+                "group again",
                 *(instance.name, process.sent[digest].name, error.message, process.sent[digest].folder),
             )
 
