@@ -87,7 +87,7 @@ class EncodeRunner:
         self.varying = (*varying, "images encoded together") if together else ()
         self.embeddings = transfers
         """Transfers of embeddings to other groups; None without transfers."""
-        self.bell = WakeupDescriptor()
+        self.wakeup = WakeupDescriptor()
         """Rung when a step has ended."""
         self._tower, self._device, self._together = tower, device, together
         limits = kv.media
@@ -137,7 +137,7 @@ class EncodeRunner:
         self._queue.close()
         if self.embeddings is not None:
             self.embeddings.close()
-        self.bell.close()
+        self.wakeup.close()
         if self._trace is not None:
             self._trace.close()
 
@@ -149,7 +149,7 @@ class EncodeRunner:
 
     def _has_ended(self, forwarded: Future[Any]) -> None:
         self._ended = time.monotonic()
-        self.bell.ring()
+        self.wakeup.ring()
 
     def _clear(self) -> None:
         self._store.clear()

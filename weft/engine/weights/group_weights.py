@@ -68,7 +68,7 @@ class GroupWeights:
     @property
     def descriptor(self) -> Any:
         """Readable when the own rank has staged."""
-        return self._own.bell.descriptor
+        return self._own.wakeup.descriptor
 
     def stage(self, update: WeightsUpdate) -> None:
         """Begin to read ``update`` on all ranks. ``staged`` has the result."""
