@@ -171,9 +171,9 @@ def test_tables_grow_and_start_over_with_the_next_sequence(state: SlotState) -> 
         ([AppendBlocks(slot=1, kind=0, blocks=column([1]))], "which is free"),
         ([alloc(slot=2)], "the table has 2"),
         ([alloc(slot=-1)], "the table has 2"),
-        ([alloc(token_ids=column(np.arange(17)))], "lengths that cannot be"),
-        ([alloc(num_prompt=4)], "lengths that cannot be"),
-        ([alloc(num_cached=3)], "lengths that cannot be"),
+        ([alloc(token_ids=column(np.arange(17)))], "invalid lengths"),
+        ([alloc(num_prompt=4)], "invalid lengths"),
+        ([alloc(num_cached=3)], "invalid lengths"),
         ([alloc(), AppendBlocks(slot=0, kind=0, blocks=column([1] * 7))], "overflows"),
     ],
 )

@@ -159,7 +159,7 @@ class EncodeRunner:
     def _step(self, handle: StepHandle) -> None:
         """Carry out the plan of ``handle``. After an error, every further step raises EngineDead."""
         if self._failed:
-            raise EngineDead("a step before it failed")
+            raise EngineDead("an earlier step failed")
         self._failed = True
         self._carry_out(handle)
         self._failed = False

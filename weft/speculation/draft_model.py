@@ -52,8 +52,8 @@ class ModelChain(Chain):
     def sizes(self) -> tuple[int, torch.dtype, torch.device]:
         return 0, self._model.dtype, self._model.device
 
-    def go_on(self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int) -> Tensor:
-        """Return the drafts, as ``Chain.go_on`` does. ``hidden`` is not read."""
+    def propose_after(self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int) -> Tensor:
+        """Return the drafts, as ``Chain.propose_after`` does. ``hidden`` is not read."""
         most = self.history.shape[1] - 2
         drafts: list[Tensor] = []
         for place in range(count):
@@ -70,7 +70,7 @@ class ModelChain(Chain):
 class ModelDrafter(Drafter):
     """Drafts greedily, whatever the temperature; ties go to the lowest id."""
 
-    rests = True
+    skips_idle_steps = True
 
     def __init__(self, chain: ModelChain, capturing: CaptureOptions | None = None) -> None:
         self._chain = chain
@@ -93,6 +93,6 @@ class ModelDrafter(Drafter):
         rest = slots.new_empty(len(rows), 0), slots, ends, bounds, int(step.next_k.max())
         drafts = None
         if self.captured is not None:
-            drafts = self.captured.go_on(*rest)
+            drafts = self.captured.propose_after(*rest)
             self.uncaptured = self.captured.uncaptured
-        return self._chain.go_on(*rest) if drafts is None else drafts
+        return self._chain.propose_after(*rest) if drafts is None else drafts
