@@ -502,7 +502,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
         (finish_before_all_ranks_reported, "counted before all ranks reported"),
         (settled_by_one_report, "counted before all ranks reported"),
         (a_given_up_rank_is_heard, "heard rank .*, which it had given up"),
-        (blocks_on_hold_are_given_away, "which are pinned|released more often than it was held"),
+        (blocks_on_hold_are_given_away, "which are pinned|a block without references was released"),
         (resurrected, "given up|link"),
         (one_front_says_shutdown, "was shut down while"),
         (a_loss_counted_twice, "given up twice|counted"),

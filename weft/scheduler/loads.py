@@ -165,7 +165,7 @@ class Loads:
             return False
         self._touch(hashes, reach)
         self._end_retention(sequence)
-        self._kept[sequence.id] = self._state.caches.keep(hashes[: reach // self._state.kv.block_size])
+        self._kept[sequence.id] = self._state.caches.retain(hashes[: reach // self._state.kv.block_size])
         pending = {entry for entry in entries if self.book.is_loading(entry)}
         left = [entry for entry in reversed(entries) if entry not in pending]
         nbytes = self._by_level(left, places)
@@ -322,7 +322,7 @@ class Loads:
             nbytes=sum(one.nbytes for one in known.values()),
             blocks=self.book.num_stored,
             waiting=len(self._loads),
-            pinned=self.book.held,
+            pinned=self.book.num_copying,
             off=int(bool(self.book.off) or self.book.stalled(max(now, self._now))),
             loads=dict(self._outcomes),
             load_bytes=sum(self._level_bytes),
@@ -410,7 +410,7 @@ class Loads:
     def _end_retention(self, sequence: Stream) -> None:
         """Let the prefix of a load be evicted like other blocks."""
         if (names := self._kept.pop(sequence.id, None)) is not None:
-            self._state.caches.unkeep(names)
+            self._state.caches.end_retention(names)
 
     def _subtract(self, load: _Load, entries: Sequence[Entry]) -> None:
         """Subtract blocks from the bytes that a load still needs."""
