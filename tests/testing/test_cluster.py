@@ -337,12 +337,12 @@ def an_engine_process_keeps_what_a_lost_connection_asked(patch: pytest.MonkeyPat
 def an_end_at_the_other_end_is_an_eviction(patch: pytest.MonkeyPatch) -> None:
     """Plant a bug: a sequence is sent again after the decode instance drops it, although the prefill
     instance reports its end."""
-    give_back = Fleet._give_back
+    give_back = Fleet._take_back
 
     def change(self: Fleet, instance: Instance, entry: LedgerEntry, why: str) -> None:
         give_back(self, instance, entry, "" if why == EndedElsewhere.code else why)
 
-    patch.setattr(Fleet, "_give_back", change)
+    patch.setattr(Fleet, "_take_back", change)
 
 
 def an_engine_process_that_drains_is_gone(patch: pytest.MonkeyPatch) -> None:
