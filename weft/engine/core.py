@@ -109,7 +109,9 @@ class EngineCore(EngineLoop[StepHandle]):
         self.adapters = EngineAdapters(config.lora, book, runner.runner.adapters)
         """LoRA adapters: loaded and dropped by messages of API servers."""
         # Complete before a server starts: a server reads `sockets` once.
-        self.sources = sources_of(self.grammars, self.transfers, self.embeddings, self._wakeup, self._kv_events)
+        self.sources = sources_of(
+            self.grammars, self.transfers, self.embeddings, self._wakeup, self._kv_events
+        )
         if book is not None and config.lora.max_loras:
             self.sources.append(self.adapters)
         self.weights = self._make_weights()

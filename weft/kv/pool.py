@@ -117,8 +117,8 @@ class BlockPool:
             self._retained[block] = None
 
     def end_retention(self, key: bytes) -> None:
-        """Undo one ``retain``. After the last ``retain`` of ``key``, a block without references is the next to be
-        evicted.
+        """Undo one ``retain``. After the last ``retain`` of ``key``, a block without references is the next
+        to be evicted.
 
         Raises KeyError for a key without a ``retain``.
         """

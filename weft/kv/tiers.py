@@ -1,4 +1,4 @@
-"""The state of a KV tier: which blocks are stored, which copies are under way, and which blocks to store next.
+"""The state of a KV tier: the stored blocks, the copies under way, and the blocks to store next.
 
 A tier never assigns blocks to a sequence. A tier brings blocks back into the pool: take a block, fill the
 block, insert the block. So a loaded block is an ordinary prefix hit, a partial load is a shorter hit, and no
@@ -42,7 +42,7 @@ from weft.types.tiers import (
 )
 
 SHARE = 0.25
-"""Maximum share of each pool for blocks of copies under way. A disk that never answers occupies this share."""
+"""Maximum share of each pool for blocks of copies under way. A disk that never answers occupies the share."""
 JOB_BYTES = 4 << 20
 """Bytes of one command that stores blocks, on a rank."""
 LOAD_BYTES = 16 << 20
@@ -80,8 +80,8 @@ class Wanted(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """Every rank has reported the end of a command. ``outcomes``: for each block, the minimum of all ranks, as
-    ``BlockOutcome``."""
+    """Every rank has reported the end of a command. ``outcomes``: for each block, the minimum
+    ``BlockOutcome`` of all ranks."""
 
     job: int
     outcomes: bytes
@@ -153,8 +153,8 @@ class _Job:
     due: float
     """Time after which the disk counts as stuck."""
     void: bool = False
-    """True if the result must be ignored: the caches were reset, so the contents of the blocks are unknown. For
-    a load, also if an operator has emptied the cache since."""
+    """True if the result must be ignored: the caches were reset, so the contents of the blocks are unknown.
+    For a load, also if an operator has emptied the cache since."""
 
 
 class TierBook:
@@ -251,19 +251,20 @@ class TierBook:
         return sum(self._bytes[kind] for kind, _ in entries)
 
     def place_of(self, entry: Entry) -> int:
-        """Return the index in ``LEVELS`` of the fastest level with the block; of the slowest level if no level
-        has the block."""
+        """Return the index in ``LEVELS`` of the fastest level with the block; of the slowest level if no
+        level has the block."""
         levels = self._levels_of[entry[0]].get(entry[1], REMOTE)
         return (levels & -levels).bit_length() - 1
 
     def room(self, entries: Sequence[Entry], promised: Sequence[int]) -> int:
-        """Return the number of leading ``entries`` that one command can load now; 0 while no command may start.
+        """Return the number of leading ``entries`` that one command can load now; 0 while no command may
+        start.
 
         ``promised``: blocks of each KV cache group that prefills in progress will take.
         """
         if self.off or sum(job.load for job in self._jobs.values()) >= MOST_JOBS:
             return 0
-        left = [most - held for most, held in zip(self._most, self._copying, strict=True)]
+        left = [most - copying for most, copying in zip(self._most, self._copying, strict=True)]
         free = [kind.available() - take for kind, take in zip(self._caches.kinds, promised, strict=True)]
         room, count = LOAD_BYTES, 0
         for kind, _ in entries:

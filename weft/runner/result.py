@@ -208,8 +208,8 @@ def _drafts(plan: StepPlan, proposed: torch.Tensor | None) -> np.ndarray:
         return EMPTY
     next_k = np.concatenate([plan.prefill.next_k, plan.decode.next_k])
     # [rows with drafts, most]: True for real drafts, False for padding
-    is_complete = np.arange(proposed.shape[1]) < next_k[next_k > 0][:, None]
-    return column(proposed.numpy()[is_complete])
+    is_draft = np.arange(proposed.shape[1]) < next_k[next_k > 0][:, None]
+    return column(proposed.numpy()[is_draft])
 
 
 def _errors(rows: np.ndarray) -> tuple[tuple[int, ErrorInfo], ...]:

@@ -404,7 +404,8 @@ class Runner:
         if self.graphs is None or (adapts and (self.adapters is None or not self.adapters.captures(present))):
             return None
         # A captured step may also sample, if no row needs drafts, masks or anything beyond a plain draw.
-        drafter_is_idle = self.drafter is None or (self.drafter.skips_idle_steps and not plan.decode.next_k.any())
+        drafter, drafts = self.drafter, plan.decode.next_k.any()
+        drafter_is_idle = drafter is None or (drafter.skips_idle_steps and not drafts)
         draws = drafter_is_idle and not plan.constrained and self._sampler.slots.draws(plan.decode.slot)
         key = self.graphs.find(plan, draws, adapts)
         if key is None:

@@ -10,7 +10,11 @@ from weft.types.priority import BATCH_PRIORITY
 def choose_victim(state: SchedulerState, sequence: Sequence) -> Sequence | None:
     """Return the running sequence that must give up its slot for ``sequence``; None if no running sequence
     must."""
-    return batch_victim(state, sequence) or _victim_of_larger_share(state, sequence) or _victim_of_longer_turn(state, sequence)
+    return (
+        batch_victim(state, sequence)
+        or _victim_of_larger_share(state, sequence)
+        or _victim_of_longer_turn(state, sequence)
+    )
 
 
 def batch_victim(state: SchedulerState, sequence: Sequence) -> Sequence | None:

@@ -585,8 +585,8 @@ class SchedulerState:
         """Take the slot and the blocks from a running sequence. Both are free after the last plan with the
         slot.
 
-        A sender with a state to hand off keeps slot and blocks until ``save`` or ``part``. Waiting slot
-        updates of the slot are dropped.
+        A sender with a state to hand off keeps slot and blocks until ``save`` or ``release_sender``. Waiting
+        slot updates of the slot are dropped.
         """
         last_step = int(self.columns.last_step[run.slot])
         self.misses.left(sequence, int(self.columns.num_computed[run.slot]))

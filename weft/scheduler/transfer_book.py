@@ -175,7 +175,7 @@ class TransferBook:
         """Finish a sender: the prompt is computed and ``token`` is the first output token. Request the end of
         the transfer; in pull mode, make the offer first.
 
-        With recurrent states, the slot stays in ``unsaved`` until ``save`` or ``part``.
+        With recurrent states, the slot stays in ``unsaved`` until ``save`` or ``skip_saving``.
         """
         record = self.of(sequence)
         if record is None:
@@ -194,7 +194,7 @@ class TransferBook:
         """Pin the blocks of a sender at the loss of the slot. ``last_step``: the last plan with the slot.
 
         Return True if the caller must release slot and blocks; False if the slot must stay unchanged until
-        ``save`` or ``part``.
+        ``save`` or ``skip_saving``.
         """
         record = self.of(sequence)
         if record is None:

@@ -88,7 +88,9 @@ class Chain:
         step = self.steps.follow(EMPTY_SEGMENT, EMPTY_SEGMENT, none, np.zeros(0, np.int64), 1)
         self.lookahead(step, torch.zeros(0, hidden, dtype=dtype, device=device))
 
-    def propose_after(self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int) -> Tensor:
+    def propose_after(
+        self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int
+    ) -> Tensor:
         """Return the drafts after the newest tokens at ``ends`` (int64 [rows]), int64 [rows, count].
 
         hidden: output of the module [rows, hidden] at the positions before. ``bounds``: upper bounds of

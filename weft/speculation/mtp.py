@@ -16,8 +16,8 @@ A row without wanted drafts needs no entries yet. The hidden states stay pending
 until other sequences may share the block. So the module costs little while nothing is drafted.
 
 * If other ranks take part in a pass, the entries of a block are made once the block is full.
-* Otherwise (``defers``) the states stay pending until a sequence with a prefix hit is admitted or the sequence
-  ends. A small number of prompt states stays pending, too.
+* Otherwise (``defers``) the states stay pending until a sequence with a prefix hit is admitted or the
+  sequence ends. A small number of prompt states stays pending, too.
 * Two types of entries are made at once: entries of exported rows (``Export``), because the transfer sends all
   entries of the sequence, and entries of a chunk with an image or a part of an image.
 """

@@ -245,7 +245,8 @@ class EngineProtocol:
         return [(front, m.EngineFailed(error=error.info())) for front in self._fronts]
 
     def forget(self, front: bytes) -> None:
-        """Drop a lost API server: finish all its sequences and cancel its update of the weights. Idempotent."""
+        """Drop a lost API server: finish all its sequences, and cancel its update of the weights.
+        Idempotent."""
         known = self._fronts.pop(front, None)
         if known is not None and front == self._weights_front and self._weights is not None:
             self._weights.leave()

@@ -53,7 +53,8 @@ TICK_S = 0.1
 TIDY_S = 30.0
 """Seconds between two checks for unused connections."""
 IDENTIFY_S = 30.0
-"""Maximum seconds until a peer reports its process id. Before the report, an end of the peer is not detected."""
+"""Maximum seconds until a peer reports its process id. Before the report, the end of the peer is not
+detected."""
 ASK_S = 1.0
 """Seconds between two requests for the process id of a peer."""
 POSTPONE_S = 0.5

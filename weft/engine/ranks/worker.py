@@ -69,10 +69,10 @@ class Worker:
         incarnation: str = "",
         look: Callable[[bool], None] = lambda idle: None,
     ) -> None:
-        """``runner``, ``mesh``, ``channel``: closed by ``close``. ``rank_timeout``: seconds; the deadlines for
-        a connection are multiples of ``rank_timeout``. ``incarnation``: identifies the engine process at the
-        other end of ``channel``. ``look``: called between frames, with True if no frame came for ``_IDLE``
-        seconds."""
+        """``runner``, ``mesh``, ``channel``: closed by ``close``. ``rank_timeout``: seconds; the deadlines
+        for a connection are multiples of ``rank_timeout``. ``incarnation``: identifies the engine process at
+        the other end of ``channel``. ``look``: called between frames, with True if no frame came for
+        ``_IDLE`` seconds."""
         self._between_frames = look
         self.rank = rank
         self._runner = runner

@@ -55,7 +55,8 @@ log = get_logger(__name__)
 _TURN_S = 1.0
 """Seconds between two scans of the folder."""
 _MOST_CHANGES, _SOON_S = 4096, 0.05
-"""Maximum new blocks of a level in one report (about 5 ms of the step loop); seconds until the next report."""
+"""Maximum new blocks of a level in one report (about 5 ms of the step loop); seconds until the next
+report."""
 _END_S = 5.0
 """Maximum seconds to wait for the end of the thread, or for the end of all commands."""
 _PREPARED_AT_ONCE = 4

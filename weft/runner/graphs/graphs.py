@@ -20,8 +20,8 @@ step, when a step first needs the graph. The graph is dropped with the epoch, be
 On a CPU, a capture is a list of operator calls (weft/runner/graphs/programs.py), made when a step first needs
 the capture.
 
-INVARIANT for ranks that communicate within a step: on every rank, the plan, the settings and the earlier plans
-of the epoch determine the computation of a step, and the order, kinds and sizes of its collectives. So
+INVARIANT for ranks that communicate within a step: on every rank, the plan, the settings and the earlier
+plans of the epoch determine the computation of a step, and the order, kinds and sizes of its collectives. So
 ``find`` must not depend on anything else, for example on the captures of one rank. A rank decides alone only
 between replay, capture and launch of the same calls. Captures name the memory of the epoch and end with the
 epoch.

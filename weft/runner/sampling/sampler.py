@@ -383,7 +383,8 @@ class Sampler:
         place = torch.arange(len(x)) if at is None else at
         if kind & GREEDY:
             return direct.greedy(x, place, self._vocab, masks)
-        columns = (rows.float_column("temperature"), rows.float_column("min_p"), rows.int_column("seed"), rows.int_column("choice"))
+        floats = (rows.float_column("temperature"), rows.float_column("min_p"))
+        columns = (*floats, rows.int_column("seed"), rows.int_column("choice"))
         return direct.sample(x, place, self._vocab, *columns, rows.position, masks)
 
     def _draw_by_kernels(

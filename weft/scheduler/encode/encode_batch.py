@@ -46,7 +46,8 @@ class EncodeBatch:
     def fill(self, starved: ItemTransfer | None, may_send_alone: bool = False) -> ItemTransfer | None:
         """Choose the work of the step. Return the first bound transfer for which the pool was full, or None.
 
-        Evictions, pins and updates apply to the cache at once; ``sent``, ``encoded`` and ``sends_alone`` are set.
+        Evictions, pins and updates apply to the cache at once. Sets ``sent``, ``encoded`` and
+        ``sends_alone``.
         ``starved``: the result of the previous step; no later transfer gets a pin earlier.
         ``may_send_alone``: True if the step may send stored embeddings without encoding images.
         """
