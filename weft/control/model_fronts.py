@@ -328,7 +328,7 @@ class SharedTable(m.ModelTable):
         if now.begun > before.begun:
             entry.keep = now.keep
         if was_used or came:
-            self._rest(entry)
+            self._update_idle(entry)
         batch = any(name in uses and uses[name].batch for uses in self._uses.values())
         self._batch_wants(entry, m.BatchWants(name, batch))
 

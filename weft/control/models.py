@@ -447,7 +447,8 @@ class ModelTable:
 
     def _pin_asked(self, entry: Entry, event: PinAsked) -> None:
         entry.pinned = event.pinned
-        if event.pinned and entry.state is ModelState.DRAINING and entry.may_cancel_drain and not entry.ending:
+        may_stay = entry.state is ModelState.DRAINING and entry.may_cancel_drain and not entry.ending
+        if event.pinned and may_stay:
             entry.state = ModelState.UP
 
     # -- the plan

@@ -153,7 +153,7 @@ class Links:
 
     @property
     def failure(self) -> WeftError | None:
-        """The reason why no engine process is left or will be started; None while an engine process is left."""
+        """The reason why no engine process is left and none will be started; None while one is left."""
         return self._fleet.failure
 
     @property

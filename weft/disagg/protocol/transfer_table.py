@@ -310,8 +310,8 @@ class TransferTable:
         return actions
 
     def _rank_report(self, event: ev.RankReport, now: float) -> list[ev.Action]:
-        """Record the outcome of a rank: fail the transfer, make a bound transfer active, or continue an active
-        transfer. Does nothing unless the transfer is bound or active."""
+        """Record the outcome of a rank: fail the transfer, make a bound transfer active, or continue an
+        active transfer. Does nothing unless the transfer is bound or active."""
         transfer = self._transfers.get(event.key)
         if transfer is None or transfer.state not in (State.bound, State.active):
             return []

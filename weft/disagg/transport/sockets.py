@@ -245,7 +245,7 @@ class SocketTransport:
             for number in unsent:
                 self._memory.ended(link.name, key, number)
             link.waiting = [write for write in link.waiting if write.key != key]
-            # The rest of a partly sent frame is sent as zeros. No answer is expected any more: forget the write.
+            # The rest of a partly sent frame is sent as zeros. No answer is expected: forget the write.
             for known in [known for known in link.unanswered if known[0] == key]:
                 del link.unanswered[known]
 
@@ -336,7 +336,7 @@ class SocketTransport:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 log.error("connections for transfers cannot be accepted: %s", error.strerror)
-                self.selector.unregister(self._listener)  # else `select` would return at once, again and again
+                self.selector.unregister(self._listener)  # otherwise every `select` would return at once
                 self._again = time.monotonic() + _PAUSE_S
             return
         try:
