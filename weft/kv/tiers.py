@@ -544,7 +544,7 @@ class TierBook:
             if job.load:
                 self._loading.discard(entry)
                 self.loaded[job.place] += done
-                self._loaded_block(entry, block, BlockOutcome(outcome), job.void)
+                self._insert_loaded(entry, block, BlockOutcome(outcome), job.void)
             else:
                 self._storing.discard(entry)
                 reason = self._reasons.pop(entry, "all")
@@ -567,7 +567,7 @@ class TierBook:
         if BlockOutcome.OFF in copied.outcomes and not self.off:
             self._stop("the store of a rank is off")
 
-    def _loaded_block(self, entry: Entry, block: int, outcome: BlockOutcome, void: bool) -> None:
+    def _insert_loaded(self, entry: Entry, block: int, outcome: BlockOutcome, void: bool) -> None:
         """Insert a loaded block into the prefix cache, unless the load has failed or the caches were reset.
 
         INVARIANT: every rank has filled and checked the block, and no rank was lost since.

@@ -106,7 +106,7 @@ def _replay(program: Any, launcher: Launcher) -> None:
         raise CommLost(f"a collective of a replayed step failed: {str(error).splitlines()[0]}") from error
     finally:
         if launcher.recording:
-            launcher.flew(times(False).tolist())
+            launcher.add_flights(times(False).tolist())
 
 
 @dataclass(frozen=True, slots=True)
