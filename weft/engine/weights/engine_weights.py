@@ -69,10 +69,10 @@ class EngineWeights:
         self._forget, self._stepping, self._held = forget, stepping, held
         self._scheduler = scheduler
         self._moves = config.transfer.role != "unified" or config.transfer.take_embeddings
-        """True if the engine exchanges KV or embeddings with other engines. All must have the same weights."""
+        """True if the engine exchanges KV or embeddings with other engines, which need the same weights."""
         self._together = self._moves or config.parallel.enable_expert_parallel
-        """True if other engines compute parts of the same sequences. Weights then change only while no sequence
-        is open."""
+        """True if other engines compute parts of the same sequences. Weights then change only while no
+        sequence is open."""
         self._on_update = config.scheduler.on_update
         self._staging = False
         self._due: UseWeights | FreeMemory | None = None
@@ -208,8 +208,8 @@ class EngineWeights:
             self.begin(DropWeights())  # after a failure, ranks would keep a second model
 
     def free(self, weights: bool, poll: Callable[[], object]) -> None:
-        """Release the memory of the KV cache, and with ``weights`` also of the weights, to the system. Blocks.
-        ``poll``: see ``update``. Raises Unavailable while a sequence is open."""
+        """Release the memory of the KV cache, and with ``weights`` also of the weights, to the system.
+        Blocks. ``poll``: see ``update``. Raises Unavailable while a sequence is open."""
         self.begin(FreeMemory(weights=weights))
         self._answer(poll)
 
@@ -232,8 +232,8 @@ class EngineWeights:
         return () if self._group is None else (self._group.descriptor,)
 
     def take(self, scheduler: object) -> list[TokenEvent]:
-        """Carry out a pending ``UseWeights`` or ``FreeMemory``, once the steps in flight have committed. Return
-        the events of these steps."""
+        """Carry out a pending ``UseWeights`` or ``FreeMemory``, once the steps in flight have committed.
+        Return the events of these steps."""
         due = self._due
         if due is None or self._group is None:
             return []

@@ -1,8 +1,8 @@
 """New weights on all ranks of a group.
 
-Staging runs on all ranks in parallel to steps, and is complete when all ranks have read the same files. A swap
-is carried out with no step in flight. From the first message of a swap on, the new version is the version of
-the group: a rank that is lost during the swap is started again with the new weights.
+Staging runs on all ranks in parallel to steps, and is complete when all ranks have read the same files. A
+swap is carried out with no step in flight. From the first message of a swap on, the new version is the
+version of the group: a rank that is lost during the swap is started again with the new weights.
 """
 
 from __future__ import annotations
