@@ -221,18 +221,19 @@ class EncodeRunner:
                 f"the image cannot be encoded ({type(error).__name__}): use another image"
             ).info()
 
-    def _write(self, op: Encode, made: EmbeddedImage | ErrorInfo) -> None:
-        """Write an embedding into the blocks of ``op``. Instead mark the blocks with an error if ``made`` is
-        an error or has another number of rows than the prompt."""
+    def _write(self, op: Encode, result: EmbeddedImage | ErrorInfo) -> None:
+        """Write an embedding into the blocks of ``op``. If ``result`` is an error, or has another number of
+        rows than the prompt, mark the blocks with the error instead."""
         place = (False, op.blocks)
         self._clean(place)
-        if not isinstance(made, ErrorInfo):
-            rows = len(made.main)
+        if not isinstance(result, ErrorInfo):
+            rows = len(result.main)
             if rows == op.count:
-                self._store.write(op.blocks, op.count, made)
+                self._store.write(op.blocks, op.count, result)
                 return
-            made = ImageFailed(f"the image has {rows} rows in the tower, and {op.count} in the prompt").info()
-        self._spoiled[place] = made
+            error = ImageFailed(f"the image has {rows} rows in the tower, and {op.count} in the prompt")
+            result = error.info()
+        self._spoiled[place] = result
 
     def _send(self, op: SendMedia) -> None:
         """Announce an embedding to its transfer, or fail the transfer if the image could not be encoded.
