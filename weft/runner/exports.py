@@ -87,7 +87,6 @@ class RankTransfers:
     """Closes all parts."""
 
 
-
 class Exports:
     """Notifies ``transfer`` about the plans of one runner. Used from the compute thread."""
 

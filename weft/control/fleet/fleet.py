@@ -28,7 +28,7 @@ from weft.common.restarts import MOST_LOSSES
 from weft.control.fleet import fleet_events as e
 from weft.control.fleet.instance_table import InstanceTable, Patience
 from weft.control.fleet.instances import GONE, Instance, InstanceState
-from weft.control.fleet.ledger import LedgerEntry, Unreceived, by_request, with_final_error, was_not_greeted
+from weft.control.fleet.ledger import LedgerEntry, Unreceived, by_request, was_not_greeted, with_final_error
 from weft.control.fleet.open_sequences import (
     MOST_REFUSALS,
     Lateness,

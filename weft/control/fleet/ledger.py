@@ -1,8 +1,9 @@
 """The request and the output of an open sequence: enough for another instance to continue the sequence.
 
 The Submit made by ``next_attempt`` carries every received token. So penalties, limits and stops count these
-tokens, and the next token is drawn at the next position. A later attempt may compute prompt logprobs again (prompt
-logprobs come before the first token). The ledger drops the repetition, so a reader gets each logprob once.
+tokens, and the next token is drawn at the next position. A later attempt may compute prompt logprobs again,
+because prompt logprobs come before the first token. The ledger drops the repetition, so a reader gets each
+logprob once.
 
 A sequence may be at two instances at once, a *pair*. One instance computes the prompt and reports the first
 token. The other instance decodes, and reports the first token, too. Each sending, to one instance or a pair,
