@@ -186,5 +186,5 @@ def test_pins_need_a_used_block_and_end_once() -> None:
     block = pool.take()
     pool.pin(block)
     pool.unpin(block)
-    with pytest.raises(EngineDead, match="not pinned"):
+    with pytest.raises(EngineDead, match="without a pin"):
         pool.unpin(block)

@@ -58,7 +58,7 @@ def test_a_builder_is_frozen_once_and_before_the_next() -> None:
         with pytest.raises(EngineDead, match="never frozen"):
             another(0.0)
     rig.scheduler.freeze(builder)
-    with pytest.raises(EngineDead, match="not the one"):
+    with pytest.raises(EngineDead, match="built last"):
         rig.scheduler.freeze(builder)
 
 

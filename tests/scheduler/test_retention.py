@@ -164,7 +164,7 @@ def test_the_pool_evicts_what_is_kept_last() -> None:
     assert [pool.take(), pool.take()] == [blocks[3], blocks[1]]
     pool.end_retention(keys[0])
     pool.end_retention(keys[1])
-    assert pool._keeps == {}
+    assert pool._retains == {}
 
 
 def test_blocks_cached_again_are_retained_per_session() -> None:

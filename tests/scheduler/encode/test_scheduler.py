@@ -446,7 +446,7 @@ class TestSubmits:
                 world.submit(wrong)
         world.check_idle()
         world.submit(good)
-        with pytest.raises(InvalidRequest, match="is live"):
+        with pytest.raises(InvalidRequest, match="this id is running"):
             world.submit(submit(1, [(1, 2)], attempt=1))
         with pytest.raises(InvalidRequest, match="transfer with this key exists"):
             world.submit(change(good, sequence=2))
