@@ -287,7 +287,7 @@ def test_plans_that_cannot_be_right(rigs: Callable[..., Rig]) -> None:
     rig.step = 7
     with pytest.raises(EngineDead, match="step 7 follows step 0"):
         rig.run()
-    with pytest.raises(EngineDead, match="before it failed"):
+    with pytest.raises(EngineDead, match="an earlier step failed"):
         rig.run()
     rig.runner.reset()
     rig.run()

@@ -166,8 +166,8 @@ def test_tables_grow_and_start_over_with_the_next_sequence(state: SlotState) -> 
     ("ops", "what"),
     [
         ([alloc(), alloc(gen=2)], "while generation 1 is in it"),
-        ([FreeSlot(slot=0, gen=1)], "is not in it"),
-        ([alloc(), FreeSlot(slot=0, gen=2)], "is not in it"),
+        ([FreeSlot(slot=0, gen=1)], "has another sequence or none"),
+        ([alloc(), FreeSlot(slot=0, gen=2)], "has another sequence or none"),
         ([AppendBlocks(slot=1, kind=0, blocks=column([1]))], "which is free"),
         ([alloc(slot=2)], "the table has 2"),
         ([alloc(slot=-1)], "the table has 2"),

@@ -95,13 +95,11 @@ class EngineCore(EngineLoop[StepHandle]):
         """Decides before which steps experts move between ranks."""
         self.incarnation = secrets.randbits(64)
         """Random 64-bit number of the engine. Distinguishes restarts for the peers of transfers."""
-        # The order matters: `make_transfers` needs the ranks of `runner`.
         self.transfers = make_transfers(config, runner, self.incarnation, self._clock)
         self.embeddings = make_embeddings(config, runner, self.incarnation, self._clock)
         self._stages.follow(transfers.tally for transfers in self.all_transfers)
         self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
-        # A prefill group on a CPU handles transfers during a step: the loop sleeps on sockets until the step
-        # ends, instead of blocking in `read`.
+        # A prefill group on a CPU handles transfers during a step, so the loop must not block in `read`.
         sleeps = config.transfer.role == "prefill" and config.device == "cpu" and self.expert_group is None
         self._wakeup = runner.wakeup or (WakeupDescriptor() if sleeps else None)
         self._kv_events = start_kv_events(config, self.scheduler)
@@ -109,9 +107,8 @@ class EngineCore(EngineLoop[StepHandle]):
         self.adapters = EngineAdapters(config.lora, book, runner.runner.adapters)
         """LoRA adapters: loaded and dropped by messages of API servers."""
         # Complete before a server starts: a server reads `sockets` once.
-        self.sources = sources_of(
-            self.grammars, self.transfers, self.embeddings, self._wakeup, self._kv_events
-        )
+        parts = self.grammars, self.transfers, self.embeddings, self._wakeup, self._kv_events
+        self.sources = sources_of(*parts)
         if book is not None and config.lora.max_loras:
             self.sources.append(self.adapters)
         self.weights = self._make_weights()

@@ -121,9 +121,8 @@ class GroupExecutor:
         links.resources.callback(links.mesh.close)
         self._watch: EngineWatch | None = None
         if links.heartbeats is not None:
-            self._watch = EngineWatch(
-                links.heartbeats, rank_timeout, self._on_heartbeat, self._on_watch_check
-            )
+            handlers = self._on_heartbeat, self._on_watch_check
+            self._watch = EngineWatch(links.heartbeats, rank_timeout, *handlers)
             self._watch.start()
         try:
             self._start(load)

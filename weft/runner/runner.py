@@ -128,8 +128,6 @@ class Runner:
             self._launcher,
             StagingRing(device, 2 * depth, poison=poison),
         )
-        # On a GPU launching never waits, so no thread is needed. On a CPU a step computes in a thread if
-        # another step, or a transfer report, must be handled meanwhile.
         overlaps = depth > 1 or (transfers is not None and transfers.reports_during_steps)
         self._queue = DeviceQueue(threaded=device.type == "cpu" and overlaps)
         self._trace, self._timeout, self._next_step = trace, step_timeout, -1  # -1: any step
