@@ -128,8 +128,7 @@ class Runner:
             self._launcher,
             StagingRing(device, 2 * depth, poison=poison),
         )
-        overlaps = depth > 1 or (transfers is not None and transfers.reports_during_steps)
-        self._queue = DeviceQueue(threaded=device.type == "cpu" and overlaps)
+        self._queue = DeviceQueue(threaded=device.type == "cpu" and _overlaps(depth, transfers))
         self._trace, self._timeout, self._next_step = trace, step_timeout, -1  # -1: any step
         self._has_state = any(pool.cache.kind == "state" for pool in kv.pools)
         self.drafter = self._make_drafter(speculation, graphs)
@@ -613,6 +612,11 @@ class Runner:
             self.kv,
         )
         return make_drafter(parts, speculation, graphs)
+
+
+def _overlaps(depth: int, transfers: RankTransfers | None) -> bool:
+    """Return True if another step, or a transfer report, must be handled while a step computes."""
+    return depth > 1 or (transfers is not None and transfers.reports_during_steps)
 
 
 def _drawn_already() -> StepRows:
