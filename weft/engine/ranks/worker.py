@@ -54,9 +54,7 @@ class GivenUp(EngineDead):
 
 
 class Worker:
-    """The loop of one worker rank. ``turn`` handles one frame or result. ``run`` calls ``turn`` until the
-    end.
-    """
+    """The loop of one worker rank. ``run`` calls ``turn``, which handles one frame or result."""
 
     def __init__(
         self,
@@ -262,10 +260,7 @@ class Worker:
             weights.drop()
 
     def _check_pools(self, frame: f.Pools) -> None:
-        """Check the pools of the rank against the pool sizes of the engine. Surplus blocks stay unused.
-
-        Raises GivenUp if a pool of the rank is smaller, or if the number of pools differs.
-        """
+        """Check the pools against the sizes of the engine. Raises GivenUp if a pool is smaller or missing."""
         local = blocks_of(self._runner.kv)
         if len(frame.blocks) != len(local) or any(a > b for a, b in zip(frame.blocks, local, strict=True)):
             raise GivenUp(
