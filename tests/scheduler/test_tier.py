@@ -512,9 +512,9 @@ def test_later_prompts_do_not_cut_the_load_in_front() -> None:
     front = loads[0]
     needs = rig.loads._compute_seconds(front.before, front.reach)
     rig.loads.speeds.levels[1].rate = 1.5 * sum(front.nbytes) / needs  # enough for the front alone
-    rig.loads._look(front, [0, 0, 0], rig.now)
+    rig.loads._check(front, [0, 0, 0], rig.now)
     assert front.sequence.loading
-    rig.loads._look(loads[1], front.nbytes, rig.now)
+    rig.loads._check(loads[1], front.nbytes, rig.now)
     assert not loads[1].sequence.loading
 
 
