@@ -317,6 +317,10 @@ def test_mamba_has_states_for_each_channel(tmp_path: Path) -> None:
     assert spec_of(tmp_path, MAMBA, override=2).mamba1.layers == (0, 1)  # type: ignore[union-attr]
     named = {**MAMBA, "intermediate_size": None, "time_step_rank": "auto"}
     assert spec_of(tmp_path, named).mamba1.rank == 4  # type: ignore[union-attr]
+    # Nothing attends, so the fields of attention have no meaning, as null too.
+    for value in (None, 7):
+        attends = {"num_attention_heads": value, "num_key_value_heads": 4, "head_dim": value}
+        assert spec_of(tmp_path, {**MAMBA, **attends}) == spec
     falcon = spec_of(tmp_path, FALCON_MAMBA)
     assert falcon.mamba1 is not None
     assert (falcon.mamba1.inner, falcon.mamba1.norm, falcon.mamba1.norm_eps) == (144, "unit", 1e-4)

@@ -165,9 +165,9 @@ def decoder_spec(
     ``rotated``: rotated dims per head, None for all of ``head_dim``. ``eos_ids`` and ``dtype`` come from
     ``config.json`` alone; ``load_spec`` completes both. Raise ConfigError.
     """
-    heads = facts.integer("num_attention_heads")
+    heads = more.get("heads") or facts.integer("num_attention_heads")
     hidden = facts.integer("hidden_size")
-    kv_heads = facts.integer("num_key_value_heads", defaults.kv_heads or heads)
+    kv_heads = more.get("kv_heads") or facts.integer("num_key_value_heads", defaults.kv_heads or heads)
     if heads % kv_heads:
         raise facts.fail(
             "num_attention_heads", f"{heads} is not a multiple of num_key_value_heads {kv_heads}"

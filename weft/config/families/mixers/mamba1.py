@@ -23,12 +23,13 @@ _ROW = Row(
     config="MambaConfig",
     renamed={"layer_norm_epsilon": "rms_norm_eps"},
     # The initialization alone reads the first group. The second group chooses between equal computations.
-    # transformers does not read the third group, which files of the first publisher have. Nothing rotates.
+    # transformers does not read the third group, which files of the first publisher have. Nothing rotates or
+    # attends.
     unused=(
         r"time_step_(scale|min|max|init_scheme|floor)|rescale_prenorm_residual",
         r"use_(falcon_)?mambapy|use_associative_scan",
         r"d_inner|d_model|n_layer|ssm_cfg|rms_norm|fused_add_norm|pad_vocab_size_multiple",
-        "rope_theta",
+        "rope_theta|num_(attention|key_value)_heads|head_dim",
     ),
 )
 _MOST_HEADS = 16
@@ -46,10 +47,8 @@ def build_falcon_spec(given: Facts, override: int | None) -> ModelSpec:
 
 def _spec(given: Facts, override: int | None, norm: Literal["none", "unit"]) -> ModelSpec:
     """Return the spec. ``norm``: see ``Mamba1Spec``. Raise ConfigError."""
-    # No layer attends: the heads of the spec are the parts of the channels.
     facts = given.completed(
         {
-            "num_attention_heads": 1,
             "hidden_size": 768,
             "num_hidden_layers": 32,
             "vocab_size": 50280,
@@ -79,6 +78,7 @@ def _spec(given: Facts, override: int | None, norm: Literal["none", "unit"]) -> 
         types=(),
         rope=RopeSpec(dim=0, max_position=positions),
         bare_layers=tuple(range(layers)),
+        # No layer attends: the heads of the spec are the parts of the channels.
         heads=mamba.heads,
         kv_heads=mamba.heads,
         head_dim=mamba.dim,
