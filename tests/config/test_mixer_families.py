@@ -339,6 +339,15 @@ def test_jamba_as_published(tmp_path: Path) -> None:
     assert spec_of(tmp_path, {**JAMBA, "attn_layer_period": 1, "attn_layer_offset": 0}).mamba1 is None
 
 
+@pytest.mark.parametrize("published", [JAMBA, FALCON])
+def test_null_key_value_heads_are_as_many_as_heads(published: dict[str, Any], tmp_path: Path) -> None:
+    """As in transformers. A missing field has the default of the family instead."""
+    heads = {"num_attention_heads": 16, "hidden_size": 64}
+    assert spec_of(tmp_path, {**published, **heads, "num_key_value_heads": None}).kv_heads == 16
+    missing = {name: value for name, value in published.items() if name != "num_key_value_heads"}
+    assert spec_of(tmp_path, {**missing, **heads}).kv_heads == 8
+
+
 def test_olmo_hybrid_by_defaults(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, OLMO)
     assert spec.delta is not None

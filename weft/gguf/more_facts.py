@@ -184,8 +184,6 @@ def mamba(facts: ModelFacts, tensors: Tensors) -> Fields:
         "conv_kernel": facts.integer("ssm.conv_kernel"),
         "time_step_rank": facts.integer("ssm.time_step_rank"),
         "use_conv_bias": "blk.0.ssm_conv1d.bias" in tensors,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
         "intermediate_size": facts.integer("ssm.inner_size"),
         **(falcon if normed else {}),
     }

@@ -167,7 +167,9 @@ def decoder_spec(
     """
     heads = more.get("heads") or facts.integer("num_attention_heads")
     hidden = facts.integer("hidden_size")
-    kv_heads = more.get("kv_heads") or facts.integer("num_key_value_heads", defaults.kv_heads or heads)
+    # An explicit null means as many as heads; a missing field means the family's default.
+    usual = heads if "num_key_value_heads" in facts else defaults.kv_heads or heads
+    kv_heads = more.get("kv_heads") or facts.integer("num_key_value_heads", usual)
     if heads % kv_heads:
         raise facts.fail(
             "num_attention_heads", f"{heads} is not a multiple of num_key_value_heads {kv_heads}"
