@@ -53,6 +53,7 @@ def all_modules(base: Path, model: Decoder) -> str:
         and model.adapters._target(one(module := name.removesuffix(".weight"))) is not None
     ]
     assert any(part in module for module in found for part in ("attn", "mixer", "attention"))
+    assert not any("dt_proj" in module for module in found)  # transformers reads the matrix alone
     assert any("kv_b_proj" in module for module in found) == (model.spec.mla is not None)
     return "^(" + "|".join(map(re.escape, found)) + ")$"
 
