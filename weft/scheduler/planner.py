@@ -224,8 +224,7 @@ class Planner:
             sequence = state.waiting.first()
             yielding = None
             if len(state.running) >= self._most_running:
-                yielding = choose_victim(state, sequence)
-                if yielding is None:
+                if (yielding := choose_victim(state, sequence)) is None:
                     return
             elif not state.slots.available():
                 return
