@@ -57,7 +57,7 @@ def test_a_template_with_its_own_beginning_has_one(all_tokenizers: dict[str, Tok
     assert made.ids.count(1) == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(first=CONTENT, second=CONTENT, name=st.sampled_from(["byte_level", "unigram"]))
 def test_content_never_adds_a_control_token(
     all_tokenizers: dict[str, Tokenizer], first: str, second: str, name: str
