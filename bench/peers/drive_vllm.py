@@ -25,7 +25,8 @@ class Vllm:
             max_num_seqs=options["max_seqs"],
             enable_prefix_caching=False,
             disable_log_stats=True,
-            **options["args"],
+            # The default of 0.92 is refused while other engines of the comparison hold memory.
+            **{"gpu_memory_utilization": 0.4, **options["args"]},
         )
         return vllm.__version__
 
