@@ -134,7 +134,7 @@ def test_kernels_of_sums_over_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v3"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek-v32", "glm-dsa"])
 def test_latents_in_8_bits_add_no_kernel(
     name: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,7 @@ from weft.config.sections.media_section import check_media
 from weft.config.sharding import local_spec
 from weft.config.sizing.budget import check_budget, with_budget
 from weft.config.sizing.cache_sizes import make_caches
-from weft.config.sizing.draft import with_draft
+from weft.config.sizing.draft import owner_of, with_draft
 from weft.config.sizing.encoder import check_encoder, encoder_caches, encoder_spec
 from weft.config.sizing.tier import check_tier
 from weft.config.spec import ModelSpec
@@ -229,9 +229,8 @@ def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
     if cache.kv_cache_dtype == "auto":
         return spec
     caches = tuple(
-        # The rotated part of a latent entry keeps the model's dtype.
-        msgspec.structs.replace(kind, fp8=True, exact=spec.mla.rope if kind.width and spec.mla else 0)
-        if kind.kind in ("full", "window", "chunk", "latent") and kind.form in ("gqa", "latent")
+        msgspec.structs.replace(kind, fp8=True, exact=_exact_elements(kind, owner_of(kind, spec)))
+        if kind.kind != "state" and kind.form in ("gqa", "latent", "sparse")
         else kind
         for kind in spec.caches
     )
@@ -241,6 +240,21 @@ def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
             param="--kv-cache-dtype",
         )
     return msgspec.structs.replace(spec, caches=caches)
+
+
+def _exact_elements(cache: CacheSpec, spec: ModelSpec) -> int:
+    """Return the number of elements that keep the model's dtype at the end of an 8-bit entry of ``cache``.
+
+    Of latents: the rotated key, and the key of an indexer. Of entries of DeepSeek V4: the rotated elements,
+    and the key of an indexer. ``spec``: the model of the cache.
+    """
+    if not cache.width:
+        return 0
+    if spec.mla is not None:
+        return cache.width - spec.mla.kv_lora
+    assert spec.sparse is not None, "entries of other models have keys and values"
+    assert spec.rope is not None
+    return cache.width - (spec.head_dim - max(spec.rope.dim, spec.sparse.group_rope.dim))
 
 
 def check_runs_model(front: FrontSection) -> None:
