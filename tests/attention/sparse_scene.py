@@ -111,7 +111,7 @@ class Scene:
         self.sinks = torch.randn(heads, dtype=torch.float64) if sinks else None
 
     def _to_8_bits(self, coded: int) -> None:
-        """Round the first ``coded`` elements of all entries. Unwritten entries have codes and scales of NaN."""
+        """Round the first ``coded`` elements of all entries. Unwritten entries are NaN."""
         for kind, (cache,) in self.caches.items():
             values, scales = kv_fp8.quantize(cache[..., :coded])
             values.view(torch.uint8)[scales.isnan()] = 0x7F

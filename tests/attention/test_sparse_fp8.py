@@ -140,7 +140,8 @@ def test_the_cpu_writes_latents_before_other_elements(dtype: torch.dtype, behind
     torch.manual_seed(0)
     first, lora, rope = 20, 32, 8
     joined, turned = torch.randn(4, first + lora + rope).to(dtype), torch.randn(4, rope // 2)
-    given = (torch.randn(first).to(dtype), torch.randn(lora).to(dtype), 1e-6, turned.cos(), turned.sin(), True)
+    norms = (torch.randn(first).to(dtype), torch.randn(lora).to(dtype), 1e-6)
+    given = (*norms, turned.cos(), turned.sin(), True)
     writes, found = torch.tensor([2, 11, 5, 7]), []
     for op in (latent_ops, cpu_latent):
         exact = torch.full((3, 4, rope + behind), 7.0, dtype=dtype)

@@ -89,7 +89,7 @@ def test_the_same_memory_holds_more() -> None:
 
 
 def test_caches_other_than_kv_stay_unquantized() -> None:
-    """States stay, and caches that no attention reads. A model with nothing else is refused, with the name of the flag."""
+    """States stay, and caches that no attention reads. A model with nothing else is refused by the flag."""
     state = CacheSpec(
         kind="state", layers=(1,), parts=(StatePart(name="s", shape=(4, 4), wide=True),), form="delta"
     )

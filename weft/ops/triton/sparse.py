@@ -228,13 +228,15 @@ def _attend_lines(
             acc, total, high, q, rest, entries_codes_ptr, entries_scales_ptr, entries_ptr,
             entries_table_ptr + row * entries_stride, chosen_ptr, base,
             tl.maximum(begin, low // TILE_N * TILE_N), tl.minimum(stop, FRONT), low, scale,
-            ENTRIES_CODED, ENTRIES_WIDTH, ENTRIES_BLOCK, VALUES, VALUES_P2, REST, REST_P2, TILE_N, False, WIDEN,
+            ENTRIES_CODED, ENTRIES_WIDTH, ENTRIES_BLOCK, VALUES, VALUES_P2, REST, REST_P2, TILE_N, False,
+            WIDEN,
         )  # fmt: skip
     if RATIO > 0:
         acc, total, high = _walk_lines(
             acc, total, high, q, rest, groups_codes_ptr, groups_scales_ptr, groups_ptr,
             groups_table_ptr + row * groups_stride, chosen_ptr + place * TOP, 0,
-            tl.maximum(begin - FRONT, 0), stop - FRONT, 0, scale, GROUPS_CODED, GROUPS_WIDTH, GROUPS_BLOCK, VALUES, VALUES_P2, REST, REST_P2, TILE_N, CHOSEN, WIDEN,
+            tl.maximum(begin - FRONT, 0), stop - FRONT, 0, scale, GROUPS_CODED, GROUPS_WIDTH, GROUPS_BLOCK,
+            VALUES, VALUES_P2, REST, REST_P2, TILE_N, CHOSEN, WIDEN,
         )  # fmt: skip
 
     if SINKS and not SPLIT:
@@ -279,11 +281,11 @@ def attend(
     q: [T, heads, dim], out: [T, heads, n], n <= dim: a value is the first n elements of a line. entries and
     groups: (caches of a layer, table int64 [R, W]) or None. Caches are (lines [blocks, per block, width],),
     or in 8 bits (codes, scales, exact elements); a key is the first dim elements of a line. Queries, lines
-    and exact elements are of one dtype. chosen: int64 [T, top], or None: all complete groups. A program computes
-    ``group`` heads, which divide the heads. sinks: [heads], see ``merge``. split: places of the list per
-    split, a multiple of ``form.tile_n``, or 0. With splits, the tiles are the tokens [tokens[0], tokens[1]).
-    rest: q is only the first n elements of the queries; the others are the end of each head of rest[0] [T,
-    heads, line], where tokens may lie apart, rotated by angles float32 [T, (dim - n) / 2].
+    and exact elements are of one dtype. chosen: int64 [T, top], or None: all complete groups. A program
+    computes ``group`` heads, which divide the heads. sinks: [heads], see ``merge``. split: places of the list
+    per split, a multiple of ``form.tile_n``, or 0. With splits, the tiles are the tokens [tokens[0],
+    tokens[1]). rest: q is only the first n elements of the queries; the others are the end of each head of
+    rest[0] [T, heads, line], where tokens may lie apart, rotated by angles float32 [T, (dim - n) / 2].
     """
     heads, values = q.shape[1], out.shape[2]
     cached = [one for one in (entries, groups) if one is not None]

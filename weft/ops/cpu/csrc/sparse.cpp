@@ -187,8 +187,8 @@ inline int64_t count_chosen(const int64_t* chosen, int64_t top, int64_t limit) {
 }  // namespace
 
 // q: [T, heads, dim]; out: [T, heads, value]; entries: [blocks, block, width >= dim] at positions; groups: the same at
-// multiples of `ratio`; chosen: int64 [T, top]; sinks: float [heads]. In 8 bits entries and groups are codes, with float
-// scales [blocks, block], and exact elements behind the codes [blocks, block, ..].
+// multiples of `ratio`; chosen: int64 [T, top]; sinks: float [heads]. In 8 bits entries and groups are codes, with
+// float scales [blocks, block] and exact elements behind the codes [blocks, block, ..].
 void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, const Tensor& starts,
                    const std::optional<Tensor>& entries, const std::optional<Tensor>& entry_table, int64_t window,
                    const std::optional<Tensor>& groups, const std::optional<Tensor>& group_table, int64_t ratio,
