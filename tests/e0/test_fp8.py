@@ -73,7 +73,8 @@ def test_same_tokens(shape: str, folders: dict[str, Path]) -> None:
     ):
         answers, _ = _answers(folder, chunk=chunk, depth=depth, policy=policy, caching=caching)
         assert [answer.tokens for answer in answers] == expected, (chunk, depth, policy, caching)
-        if shape != "qwen3_next":  # its snapshots lie behind the common part of these prompts
+        # Snapshots, and blocks of compressed entries, lie behind the common part of these prompts.
+        if shape not in ("qwen3_next", "deepseek_v4"):
             assert any(answer.num_cached for answer in answers) == caching
 
 
@@ -81,6 +82,6 @@ def test_same_tokens(shape: str, folders: dict[str, Path]) -> None:
 def test_same_tokens_after_preemption(shape: str, folders: dict[str, Path]) -> None:
     """Recomputed entries, in other chunks, are equal."""
     folder = folders[shape]
-    answers, engine = _answers(folder, blocks=16, chunk=16)
+    answers, engine = _answers(folder, blocks=10 if shape == "deepseek_v4" else 16, chunk=16)
     assert engine.stats().preemptions > 0  # type: ignore[attr-defined]
     assert [answer.tokens for answer in answers] == _alone(folder, "fp8")

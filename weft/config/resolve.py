@@ -51,7 +51,7 @@ from weft.config.sizing.cache_sizes import make_caches
 from weft.config.sizing.draft import owner_of, with_draft
 from weft.config.sizing.encoder import check_encoder, encoder_caches, encoder_spec
 from weft.config.sizing.tier import check_tier
-from weft.config.spec import ModelSpec
+from weft.config.spec import CacheSpec, ModelSpec
 from weft.config.transfers import check_transfer
 from weft.gguf.checkpoint_folder import gguf_files
 from weft.tracing.push import check_endpoint
