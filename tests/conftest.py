@@ -19,6 +19,7 @@ import pytest
 
 from tests.support import forked, order
 from tests.support.counted import drop_counts
+from tests.support.interpreted import patch_language_once
 from tests.support.slow import ELSEWHERE
 from tests.support.slowness import deadline
 from weft.common import env
@@ -69,7 +70,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Make the random tensors of a test, and of its fixtures, independent of earlier tests."""
+    """Make the random tensors of a test, and of its fixtures, independent of earlier tests. Keep the patches
+    of Triton's interpreter."""
+    patch_language_once()
     torch.manual_seed(0)
 
 

@@ -313,7 +313,7 @@ class RankProcess:
 
     def transfer_news(self) -> None:
         """Send the reports of the rank's transfers to the engine."""
-        for frame in () if self.sides is None else self._words.said(self.sides):
+        for frame in () if self.sides is None else self._words.frames_of(self.sides):
             self._report(frame)
 
     def _is_ready(self) -> None:

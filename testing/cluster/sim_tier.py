@@ -117,7 +117,7 @@ class SimTier:
     @property
     def busy(self) -> bool:
         """True while a command is under way, and until the API servers know the changes of the pool."""
-        return bool(self.loads.book.held) or self._cluster.now < self._quiet_from
+        return bool(self.loads.book.num_copying) or self._cluster.now < self._quiet_from
 
     def _done(self, command: CopyBlocks, epoch: int) -> None:
         """Report the end of a command. Commands of a lost epoch have the outcome ``LOST``."""

@@ -7,15 +7,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.faults.rig import config_of
-from tests.support.slowness import deadline
+from tests.support.slowness import deadline, until
 from weft.common.errors import EngineDead
 from weft.config.resolved import EngineConfig
 from weft.engine.ranks.rank_supervisor import RankSupervisor
@@ -37,13 +35,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < until, "did not happen in time"
-        time.sleep(0.02)
-
-
 @pytest.mark.requirement("F40")
 def test_the_next_engine_finds_the_workers() -> None:
     with tempfile.TemporaryDirectory(prefix="w") as folder:
@@ -61,7 +52,7 @@ def test_the_next_engine_finds_the_workers() -> None:
             assert second.pid(1) == pids[0]
             os.kill(pids[1], signal.SIGKILL)  # not a process of this engine
             os.kill(pids[0], signal.SIGKILL)
-            wait(second.dead)
+            until(second.dead)
             assert second.dead() == [(1, "its process ended with signal 9")]
             second.kill(1)
             assert second.dead() == []
@@ -121,4 +112,4 @@ def test_workers_end_with_the_server_however_it_ends() -> None:
             [sys.executable, "-c", code], input=config, capture_output=True, timeout=PATIENCE
         )
         assert made.returncode == -signal.SIGKILL, made.stderr
-        wait(lambda: not is_alive(int(made.stdout)))
+        until(lambda: not is_alive(int(made.stdout)))

@@ -185,19 +185,19 @@ WIDE = ParallelSection(tensor_parallel_size=2, hosts=2, group_secret="x")
 @pytest.mark.parametrize(
     ("parallel", "place", "says"),
     [
-        (ParallelSection(), HostPlace(join="a:1"), "--join: the group lies on one host"),
-        (ParallelSection(), HostPlace(1), "--host-index: the group lies on one host"),
-        (ParallelSection(), HostPlace(port=5), "--join-port: the group lies on one host"),
-        (WIDE, HostPlace(), "the head needs --advertise ADDRESS and --join-port PORT"),
-        (WIDE, HostPlace(port=5000), "the head needs --advertise ADDRESS and --join-port PORT"),
-        (WIDE, HostPlace(0, "a:1"), "the head needs --advertise ADDRESS and --join-port PORT"),
-        (WIDE, HostPlace(1), "--join: expected HOST:PORT"),
-        (WIDE, HostPlace(2, "a:1"), "--host-index 2: the last host of the group is 1"),
-        (WIDE, HostPlace(1, "nowhere"), "--join: expected HOST:PORT"),
-        (WIDE, HostPlace(1, "a:0"), "--join: expected HOST:PORT"),
+        (ParallelSection(), HostPlace(join="a:1"), "--join: the group runs on one host"),
+        (ParallelSection(), HostPlace(1), "--host-index: the group runs on one host"),
+        (ParallelSection(), HostPlace(port=5), "--join-port: the group runs on one host"),
+        (WIDE, HostPlace(), "the first host needs --advertise ADDRESS and --join-port PORT"),
+        (WIDE, HostPlace(port=5000), "the first host needs --advertise ADDRESS and --join-port PORT"),
+        (WIDE, HostPlace(0, "a:1"), "the first host needs --advertise ADDRESS and --join-port PORT"),
+        (WIDE, HostPlace(1), "--join must be HOST:PORT"),
+        (WIDE, HostPlace(2, "a:1"), "--host-index 2 must be at most 1"),
+        (WIDE, HostPlace(1, "nowhere"), "--join must be HOST:PORT"),
+        (WIDE, HostPlace(1, "a:0"), "--join must be HOST:PORT"),
         (WIDE, HostPlace(1, "a:1", 5), "give --join or --join-port, not both"),
         (WIDE, HostPlace(0, "a:1", 5), "give --join or --join-port, not both"),
-        (WIDE, HostPlace(1, None, 5), "--join-port is for the head"),
+        (WIDE, HostPlace(1, None, 5), "--join-port is for the first host"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(parallel: ParallelSection, place: HostPlace, says: str) -> None:
@@ -207,7 +207,7 @@ def test_options_that_do_not_fit_are_refused(parallel: ParallelSection, place: H
 
 
 def test_the_head_checks_the_syntax_of_join() -> None:
-    with pytest.raises(ConfigError, match="--join: expected HOST:PORT"):
+    with pytest.raises(ConfigError, match="--join must be HOST:PORT"):
         HostPlace(0, "nowhere").address(WIDE, "10.0.0.1")
 
 

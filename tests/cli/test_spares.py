@@ -7,14 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from tests.support.slowness import deadline
+from tests.support.slowness import deadline, until
 from weft.bench.process import ServerProcess, role_of
 from weft.bench.process_memory import tree
 from weft.cli.processes.spares import open_spares
@@ -38,13 +36,6 @@ spare_main.PROGRAMS["engine_main"] = work
 spare_main.IMPORTED = ()
 sys.exit(spare_main.run(sys.argv[1:]))
 """
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def title(pid: int) -> str:

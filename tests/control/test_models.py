@@ -571,8 +571,8 @@ def test_many_random_schedules_keep_every_rule() -> None:
 class EndsStreams(ModelTable):
     """A drain does not wait for open requests."""
 
-    def _drain(self, entry: m.Entry, *, takes_back: bool) -> None:
-        super()._drain(entry, takes_back=takes_back)
+    def _drain(self, entry: m.Entry, *, may_cancel_drain: bool) -> None:
+        super()._drain(entry, may_cancel_drain=may_cancel_drain)
         entry.open, self.lost = 0, entry.open
 
 
@@ -624,8 +624,8 @@ class NeverTakesBack(ModelTable):
 class LinesCount(ModelTable):
     """A model that lines use counts as used, so requests wait for the end of the hysteresis."""
 
-    def _may_go(self, entry: m.Entry) -> bool:
-        return not entry.lines and super()._may_go(entry)
+    def _may_drain(self, entry: m.Entry) -> bool:
+        return not entry.lines and super()._may_drain(entry)
 
 
 class StopsNoLine(ModelTable):
@@ -638,8 +638,8 @@ class StopsNoLine(ModelTable):
 class FirstLinesBlock(ModelTable):
     """Lines that wait for a model in use keep lines of all other models away."""
 
-    def _makes_room(self, entry: m.Entry, may_go: Any) -> bool:
-        return super()._makes_room(entry, may_go) or True
+    def _drain_for(self, entry: m.Entry, may_go: Any) -> bool:
+        return super()._drain_for(entry, may_go) or True
 
 
 BUGS = [

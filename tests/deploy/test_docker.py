@@ -15,7 +15,7 @@ import yaml
 from tests.deploy.manifests import ROOT, golden, parse, pods
 from tests.support.secret import write_secret
 from weft.common import env
-from weft.config.alone import face_alone, group_alone
+from weft.config.alone import front_alone, group_alone
 from weft.config.secret_file import check_secrets
 from weft.config.topology import read_topology
 
@@ -162,7 +162,7 @@ def test_the_topology_of_the_compose_file_resolves(tmp_path: Path) -> None:
     for name in ("prefill", "decode"):
         _, values = arguments(name)
         check_secrets([group_alone(topology, values["group"], values["advertise"], secret)])
-    face_alone(topology)
+    front_alone(topology)
     for name in STARTED:
         grace = SERVICES[name]["stop_grace_period"]
         assert int(grace.removesuffix("s")) > topology.front.drain_timeout + 12

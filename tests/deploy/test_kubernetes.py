@@ -30,7 +30,7 @@ from tests.deploy.manifests import (
 )
 from tests.support.secret import write_secret
 from weft.common import env
-from weft.config.alone import face_alone, group_alone
+from weft.config.alone import front_alone, group_alone
 from weft.config.secret_file import check_secrets
 from weft.config.topology import Topology, read_topology
 from weft.control.directory import kubernetes
@@ -180,7 +180,7 @@ def test_the_topology_resolves_for_each_group_and_for_the_api_server(overlay: st
             check_secrets([config])
             roles.add(config.transfer.role)
     assert roles == {group.config.transfer.role for group in topology.groups}
-    face_alone(topology)
+    front_alone(topology)
     for _, spec, container in pods(manifests):
         (volume,) = (one for one in spec["volumes"] if one["name"] == "secret")
         (mount,) = (one for one in container["volumeMounts"] if one["name"] == "secret")

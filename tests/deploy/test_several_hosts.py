@@ -13,7 +13,7 @@ from tests.deploy.manifests import KUBERNETES, Manifest, golden, named, of_kind,
 from tests.support.secret import write_secret
 from weft.cli.serve.several_hosts import HostPlace
 from weft.common import env
-from weft.config.alone import face_alone, group_alone
+from weft.config.alone import front_alone, group_alone
 from weft.config.secret_file import check_secrets
 from weft.config.topology import read_topology
 from weft.control.directory import kubernetes
@@ -91,7 +91,7 @@ def test_all_pods_have_one_command_which_fits_each(
     file = tmp_path / "topology.yaml"
     file.write_text(config["data"]["topology.yaml"])
     topology, secret = read_topology(file), str(write_secret(tmp_path))
-    face_alone(topology)
+    front_alone(topology)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     for index in range(hosts["size"]):
         values = {"GROUP_INDEX": "3", "LWS_LEADER_ADDRESS": "w-3.w.ns", "LWS_WORKER_INDEX": str(index)}

@@ -290,5 +290,5 @@ def test_heads_that_are_refused(root: Path, tmp_path: Path) -> None:
             with_draft(rig.spec_of(folder), Config(speculation=DRAFTS), str(folder), str(tmp_path))
     spec = rig.spec_of(folder)
     several = HyperSpec(streams=2, iterations=1, eps=1e-6)
-    with pytest.raises(ConfigError, match="stream of a decoder with one stream"):
+    with pytest.raises(ConfigError, match="needs a model with one residual stream"):
         eagle_spec(msgspec.structs.replace(spec, hyper=several), head(root)[0])

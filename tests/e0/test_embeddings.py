@@ -62,7 +62,7 @@ class Models:
             folder, dtype=torch.float64, attn_implementation="eager"
         )
         loaded.config._experts_implementation = "eager"
-        return loaded.eval().model
+        return loaded.eval().base_model
 
     @torch.no_grad()
     def _states(self, shape: str, prompt: tuple[int, ...]) -> np.ndarray:

@@ -155,7 +155,7 @@ class Group:
 
     def take(self) -> list[RankEvent]:
         for number, rank in enumerate(self.members[1:], 1):
-            for frame in rank.transfers.said(rank.reports.take() if number not in self.deaf else []):
+            for frame in rank.transfers.frames_of(rank.reports.take() if number not in self.deaf else []):
                 self.transfers.report(frame)
         return self.transfers.take()
 

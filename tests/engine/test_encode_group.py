@@ -318,7 +318,7 @@ def test_requests_that_an_encode_group_refuses(
     one = asked(models, name)[0]
     with pytest.raises(InvalidRequest, match="needs a transfer"):
         engine.submit(one)
-    with pytest.raises(InvalidRequest, match="needs some"):
+    with pytest.raises(InvalidRequest, match="needs images"):
         engine.submit(msgspec.structs.replace(one, media=()))
     fleet.submit(one)
     other = msgspec.structs.replace(asked(models, name)[1], sequence=5)

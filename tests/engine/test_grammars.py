@@ -231,24 +231,24 @@ def test_a_compile_stops_nobody_else_and_wakes_the_loop_when_it_is_done(
 
 def test_a_second_close_leaves_the_descriptors_of_others_alone() -> None:
     source = GrammarSource(lambda: pytest.fail("no grammar came"))
-    (bell,) = source.sockets
+    (wakeup,) = source.sockets
     null = os.open(os.devnull, os.O_RDONLY)
     source.close()
     try:
-        os.dup2(null, bell)  # another file now has the number
+        os.dup2(null, wakeup)  # another file now has the number
         source.close()
-        os.close(bell)
+        os.close(wakeup)
     finally:
         os.close(null)
 
 
 def test_a_compile_that_was_noticed_before_it_rang_lets_the_loop_sleep(tmp_path: Path) -> None:
     engine, _ = make_engine(make_checkpoint(tmp_path, "llama"))
-    (bell,) = engine.grammars.sockets
+    (wakeup,) = engine.grammars.sockets
     poller = zmq.Poller()
-    poller.register(bell, zmq.POLLIN)
+    poller.register(wakeup, zmq.POLLIN)
     engine.grammars._ring()
-    assert poller.poll(1000)
+    assert poller.poll(deadline(1) * 1e3)
     assert engine.poll() == []
     assert not poller.poll(0)
     engine.close()

@@ -662,7 +662,7 @@ def test_a_group_can_be_closed_while_it_is_formed(tmp_path: Path) -> None:
     links = GroupLinks(mesh=mesh, leases=FolderLeases(str(tmp_path), 0, 1))
     group = GroupExecutor(membership, lambda: Share(runner.kv, lambda kv: runner), links)
     group.recover(GroupLost(None, "planted"))
-    until = time.monotonic() + 60.0
+    until = time.monotonic() + deadline(60)
     while not mesh.stuck.is_set():
         assert time.monotonic() < until
         assert not group.recovered(0.05)

@@ -127,7 +127,7 @@ def test_an_address_in_use_is_reported_again(
         settings = EventsSection(kv_events_endpoint=f"tcp://*:{holder.getsockname()[1]}")
         with caplog.at_level(logging.WARNING):
             publisher = KVEventPublisher(settings, FORM, 0, 0)
-            wait(lambda: caplog.text.count("is in use") >= 3 or not publisher._bell.ring())
+            wait(lambda: caplog.text.count("is in use") >= 3 or not publisher._wakeup.ring())
             publisher.publish([Cleared()])
             wait(lambda: caplog.text.count("is in use") >= 3)
         publisher.close()

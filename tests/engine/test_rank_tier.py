@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +17,7 @@ from tests.disagg.protocol.memory import KINDS, Group
 from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.tier_rig import TierRig
 from tests.store.stores import open_store
+from tests.support.slowness import deadline, until
 from weft.common.clock import VirtualClock
 from weft.common.errors import ConfigError, EngineDead
 from weft.engine.tiers import engine_tier, open_tier, rank_tier
@@ -122,13 +122,6 @@ def blocks(count: int) -> list[tuple[int, int, bytes]]:
     return [(0, block, bytes([block]) * 16) for block in range(1, 1 + count)]
 
 
-def until(found: Callable[[], Any]) -> None:
-    end = time.monotonic() + 30
-    while not found():
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-
 def test_a_store_that_opens_slowly_does_not_stop_another_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +154,7 @@ def test_a_store_that_cannot_be_opened_leaves_no_memory_pinned() -> None:
 
     copies = OneByte()
     tier = tier_of(refused, copies=copies)
-    assert tier.wait(30)
+    assert tier.wait(deadline(30))
     tier.close()
     assert copies.closed
 
@@ -173,7 +166,7 @@ def test_a_copy_that_does_not_end_is_an_error(tmp_path: Path, monkeypatch: pytes
     tier._copies.out = lambda *_: begun.set() or (stuck.wait() and 1)  # type: ignore[method-assign]
     try:
         tier.put(copy_of(1, False, [(0, 1, bytes(16))]))
-        assert begun.wait(30)
+        assert begun.wait(deadline(30))
         with pytest.raises(EngineDead, match="does not stop"):
             tier.stop_all()
     finally:
@@ -255,17 +248,17 @@ def test_the_end_waits_for_a_load_of_several_reads(tmp_path: Path) -> None:
 
     def into(record: RecordId, block: int, payload: np.ndarray) -> None:
         begun.set()
-        assert ends.wait(30)
+        assert ends.wait(deadline(30))
 
     copies.into = into  # type: ignore[method-assign]
     tier = tier_of(lambda: open_store(tmp_path), copies=copies)
     tier.put(copy_of(1, True, blocks(12)))
-    assert begun.wait(30)
+    assert begun.wait(deadline(30))
     closing = threading.Thread(target=tier.close)
     closing.start()
     until(lambda: not tier._commands.empty())
     ends.set()
-    closing.join(30)
+    closing.join(deadline(30))
     assert not tier._thread.is_alive(), "the load waits for a thread that has ended"
 
 
@@ -289,7 +282,7 @@ def test_a_load_that_fails_unexpectedly_reserves_no_blocks(tmp_path: Path, settl
     copies.settle = settle  # type: ignore[method-assign]
     tier = tier_of(lambda: store, copies=copies)
     try:
-        assert tier.wait(30)
+        assert tier.wait(deadline(30))
         tier.put(copy_of(1, True, blocks(2)))
         tier.put(copy_of(2, True, blocks(2)))
         found = dict[int, list[int]]()
@@ -418,7 +411,7 @@ def test_a_sleep_ends_the_preparation(tmp_path: Path) -> None:
     try:
         tier.stop_preparing()
         ready.set()
-        assert tier.wait(30)
+        assert tier.wait(deadline(30))
         tier.put(copy_of(1, True, blocks(1)))
         until(lambda: [one for one in tier.take() if isinstance(one, BlocksCopied)])
         assert copies.filled

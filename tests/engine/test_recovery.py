@@ -37,7 +37,7 @@ class Lossy:
         self._calls = 0
         self.recoveries = 0
         self.broken = self.idle_loss = self.slow = False
-        self.expert_group = self.bell = None
+        self.expert_group = self.wakeup = None
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._runner, name)

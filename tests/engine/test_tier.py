@@ -18,6 +18,7 @@ from tests.e1.rig import MAX_LEN, VOCAB, make_checkpoint
 from tests.e1.test_groups import bits as engine_bits
 from tests.support.fleet_engine import FleetEngine
 from tests.support.slow import mostly_slow
+from tests.support.slowness import deadline
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
@@ -98,7 +99,7 @@ def bits(core: EngineCore, asked: list[Submit]) -> Bits:
     left = set(made)
     for one in asked:
         assert not core.submit(one)
-    until = time.monotonic() + 60
+    until = time.monotonic() + deadline(60)
     while left:
         assert time.monotonic() < until
         for event in (*core.poll(), *(core.step() if core.has_work() else ())):
@@ -298,7 +299,7 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
     try:
         made = bits(one, submits())
         one.close()
-        until = time.monotonic() + 20
+        until = time.monotonic() + deadline(20)
         while not two.stats().tier.blocks:  # type: ignore[union-attr]
             assert time.monotonic() < until
             two.poll()
@@ -381,7 +382,7 @@ def test_a_killed_rank_ends_no_pin_late(tmp_path: Path) -> None:
         processes = core.runner.processes
         assert isinstance(processes, RankProcesses)
         processes.send_signal(1, signal.SIGKILL)
-        until = time.monotonic() + 60
+        until = time.monotonic() + deadline(60)
         while not core.stats().recoveries:
             assert time.monotonic() < until
             core.check()

@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.test_tier import PROMPTS, bits, config_of, expected, make_checkpoint, served, submits
 from tests.support.s3_server import S3Server, s3_server
+from tests.support.slowness import deadline
 from weft.engine.core import EngineCore
 from weft.scheduler.policy.load_speed import LoadSpeed
 from weft.types.tiers import TierStats
@@ -52,7 +53,7 @@ def run_known(core: EngineCore, reference: Any) -> TierStats:
 
 def until_known(core: EngineCore, level: str = "remote") -> None:
     """Wait until the engine knows blocks of a level."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + deadline(30)
     while not core.stats().tier.levels.get(level) or not core.stats().tier.levels[level].blocks:  # type: ignore[union-attr]
         assert time.monotonic() < end
         core.poll()

@@ -12,7 +12,7 @@ from tests.engine.transfers_rig import ERROR, PROMPT, Pair, Side
 from weft.common.errors import ErrorInfo
 from weft.disagg.protocol import transfer_events as ev
 from weft.disagg.protocol.volume import transfer_bytes
-from weft.engine.disagg.engine_transfers import MEET_S, EngineTransfers
+from weft.engine.disagg.engine_transfers import IDENTIFY_S, EngineTransfers
 from weft.types import frames as f
 from weft.types import transfer as r
 from weft.types.messages import TransferStats
@@ -158,7 +158,7 @@ def test_a_transfer_of_an_unknown_peer_is_given_up() -> None:
     pair.sender.alive = False
     key = pair.key(1)
     pair.receiver.transfers.open(TransferParameters(key, False, pair.sender.peer, 600.0))
-    pair.run(MEET_S - 1.0)
+    pair.run(IDENTIFY_S - 1.0)
     assert pair.receiver.scheduler.kinds(key) == []
     pair.run(2.5)
     assert pair.receiver.scheduler.kinds(key) == ["TransferFailed", "TransferFreed"]

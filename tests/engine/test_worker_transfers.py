@@ -88,7 +88,7 @@ def test_a_worker_is_idle_when_a_wait_ends_without_a_frame(
     engine, _ = start("prefill")
     engine.take()
     idle: list[bool] = []
-    engine.worker._look = idle.append
+    engine.worker._between_frames = idle.append
     monkeypatch.setattr(module, "_IDLE", 0.01)
     engine.send(f.Form(epoch=0, store=""))
     engine.take()

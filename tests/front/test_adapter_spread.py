@@ -74,16 +74,16 @@ def test_two_names_of_one_content_are_sent_once() -> None:
     book = spread(wire)
     messages = [message("a", "x"), message("b", "x", pinned=True)]
     for _ in range(5):
-        book.look(wanted_of(messages))
+        book.send_missing(wanted_of(messages))
         assert wire.instances[0].has_adapter("x") or wire.sent
         wire.answer()
     assert wire.answer() == 0
     assert wanted_of(messages)["x"] == message("a", "x", pinned=True)
     # The other name goes: the content is no longer pinned, and requests go on meanwhile.
-    book.look(wanted_of(messages[:1]))
+    book.send_missing(wanted_of(messages[:1]))
     assert wire.sent == [("one", messages[0])]
     assert wire.instances[0].has_adapter("x")
-    book.look(wanted_of([]))
+    book.send_missing(wanted_of([]))
     assert wire.sent[-1] == ("one", DropAdapter(digest="x"))
     assert not wire.instances[0].has_adapter("x")
 
@@ -94,13 +94,13 @@ def test_a_process_gets_one_adapter_at_a_time() -> None:
     wanted = wanted_of(message(str(number), str(number)) for number in range(4))
     rounds = 0
     while not all(one.has_adapter(digest) for one in wire.instances for digest in wanted):
-        book.look(wanted)
+        book.send_missing(wanted)
         assert len(wire.sent) == 2
-        book.look(wanted)
+        book.send_missing(wanted)
         assert wire.answer() == 2
         rounds += 1
     assert rounds == 4
-    book.look(wanted)
+    book.send_missing(wanted)
     assert not wire.sent
 
 
@@ -108,13 +108,13 @@ def test_a_late_group_that_refuses_is_logged_once(caplog: pytest.LogCaptureFixtu
     wire = Wire("one")
     book = spread(wire)
     wanted = wanted_of([message("a", "x", "/folder")])
-    book.look(wanted)
+    book.send_missing(wanted)
     wire.answer()
     assert book.missing("x") == 0
     wire.join("late")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            book.look(wanted)
+            book.send_missing(wanted)
             wire.answer(refused=["late"])
     assert book.missing("x") == 1
     (record,) = caplog.records
@@ -122,7 +122,7 @@ def test_a_late_group_that_refuses_is_logged_once(caplog: pytest.LogCaptureFixtu
         assert part in record.getMessage()
     # A load of the same content asks the group again.
     book.retry("x")
-    book.look(wanted)
+    book.send_missing(wanted)
     assert [name for name, _ in wire.sent] == ["one", "late"]
     assert wire.instances[0].has_adapter("x")
     wire.answer()
@@ -133,9 +133,9 @@ def test_a_process_that_starts_again_gets_everything() -> None:
     wire = Wire("one")
     book = spread(wire)
     wanted = wanted_of([message("a", "x")])
-    book.look(wanted)
+    book.send_missing(wanted)
     wire.answer()
     wire.instances[0].start(link=9, deadline=math.inf)
     wire.instances[0].state, wire.instances[0].welcome = InstanceState.UP, WELCOME
-    book.look(wanted)
+    book.send_missing(wanted)
     assert len(wire.sent) == 1

@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.control.processes.test_fronts import Stream, stream_at
-from tests.front.test_several_models import ADMIN, Start, admin, ask, listed, says, starter, states, until
+from tests.control.processes.test_fronts import Stream, connection_to, stream_on
+from tests.front.test_several_models import ADMIN, Start, admin, ask, listed, says, starter, states, stopped
 from tests.support.processes import serving_process, with_role
 from tests.support.servers import Running, Servers
-from tests.support.slowness import deadline
+from tests.support.slowness import deadline, until
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,13 @@ def streams(start: Start) -> Iterator[tuple[Running, Stream, Stream]]:
     models["a"]["says"] = SLOW
     server = start(models, models_memory="1G", engine_restarts=5)
     one, other = fronts(server)
-    with stream_at(server, {one}, model="a") as first, stream_at(server, {other}, model="a") as second:
+    with (
+        # Both connections come first: the streams last 3 s.
+        connection_to(server, {one}) as at_one,
+        connection_to(server, {other}) as at_other,
+        stream_on(server, at_one, model="a") as first,
+        stream_on(server, at_other, model="a") as second,
+    ):
         first.read(2)
         second.read(2)
         yield server, first, second
@@ -80,16 +86,17 @@ def test_one_api_server_dies_and_the_stream_of_the_other_goes_on(
     streams: tuple[Running, Stream, Stream],
 ) -> None:
     server, stays, breaks = streams
-    until(lambda: listed(server)[0]["running"] == 2)
-    assert admin(server, "unload", "a").json()["state"] == "draining"
-    os.kill(breaks.front, signal.SIGKILL)
-    with pytest.raises((httpx.HTTPError, AssertionError)):
-        breaks.read()
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(ask, server, "b")
-        until(lambda: listed(server)[0]["running"] == 1)
-        assert states(server) == {"a": "draining", "b": "unloaded"}, "a has a stream at the other API server"
-        assert not stays.done
+        with stopped(server):
+            until(lambda: listed(server)[0]["running"] == 2)
+            assert admin(server, "unload", "a").json()["state"] == "draining"
+            os.kill(breaks.front, signal.SIGKILL)
+            with pytest.raises((httpx.HTTPError, AssertionError)):
+                breaks.read()
+            waits = pool.submit(ask, server, "b")
+            until(lambda: listed(server)[0]["running"] == 1)
+            now = states(server)
+            assert now == {"a": "draining", "b": "unloaded"}, "a has a stream at the other API server"
         assert stays.read() == "x" * LETTERS
         assert says(waits.result()) == "I am b"
     until(lambda: len(fronts(server)) == 2 and breaks.front not in fronts(server))
@@ -103,8 +110,9 @@ def test_an_api_server_that_stands_still_keeps_no_model_for_ever(
 ) -> None:
     """The supervisor replaces the process after 30 s. Then the model is unloaded."""
     server, stays, breaks = streams
-    assert admin(server, "unload", "a").json()["state"] == "draining"
-    os.kill(breaks.front, signal.SIGSTOP)
+    with stopped(server):
+        assert admin(server, "unload", "a").json()["state"] == "draining"
+        os.kill(breaks.front, signal.SIGSTOP)
     assert stays.read() == "x" * LETTERS
     began = time.monotonic()
     shown = told(server, stays.front, "/admin/models")["models"][0]

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.support.browser import CHROMIUM, Browser
+from tests.support.slowness import deadline
 from weft.config.about import EXAMPLE_IMAGE
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
@@ -89,7 +90,7 @@ def point_until(browser: Browser, point: Callable[[], object], expression: str) 
     """Repeat ``point`` until the expression is true. The page may move its parts before the pointer acts."""
     for _ in range(10):
         point()
-        until = time.monotonic() + 1
+        until = time.monotonic() + deadline(1)
         while time.monotonic() < until:
             if browser.evaluate(expression):
                 return

@@ -91,7 +91,7 @@ def test_sigterm_while_the_only_engine_drains_cuts_no_request_that_waits(
     SIGTERM ends the restart. The engine then also answers the requests that wait.
     """
     server = start_scripted(
-        [{"match": "long", "text": "a" * 80, "delay_ms": 100}, {"text": "short", "repeat": True}],
+        [{"match": "long", "text": "a" * 600, "delay_ms": 100}, {"text": "short", "repeat": True}],
         *("--fronts", fronts, "--drain-timeout", str(deadline(60))),
     )
     with server.stream(messages=[{"role": "user", "content": "long"}]) as long, ThreadPoolExecutor(2) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import yaml
 
 from tests.support.processes import with_role
 from tests.support.servers import Running, Servers
-from tests.support.slowness import deadline
+from tests.support.slowness import deadline, until
 from weft.front.ollama.model_facts import files_of
 
 Start = Callable[..., Running]
@@ -82,16 +83,23 @@ def listed(server: Running) -> list[dict[str, Any]]:
     return models
 
 
+@contextlib.contextmanager
+def stopped(server: Running) -> Iterator[None]:
+    """Stop all engines for a while: no stream ends meanwhile, on any machine."""
+    engines = with_role(server.process.pid, "head")
+    for pid in engines:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in engines:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
 def admin(server: Running, what: str, model: str, **fields: Any) -> httpx.Response:
     body = {"model": model, **fields}
     return server.http.post(f"/admin/models/{what}", json=body, headers=ADMIN)
-
-
-def until(ready: Callable[[], bool]) -> None:
-    end = time.monotonic() + deadline(20)
-    while not ready():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_each_request_goes_to_the_model_that_it_names(start: Start) -> None:

@@ -40,17 +40,17 @@ def test_tools_as_a_request_describes_them() -> None:
         Tool(name="g"),
     )
     assert (use.mode, use.parallel) == ("auto", True)
-    assert names(use.told) == names(use.callable) == ["f", "g"]
+    assert names(use.shown) == names(use.callable) == ["f", "g"]
     assert read() == ToolUse()
 
 
 def test_every_choice() -> None:
     both = [tool("f"), tool("g")]
     none = read(tools=both, tool_choice="none")
-    assert none.told == none.callable == ()
+    assert none.shown == none.callable == ()
     assert read(tools=both, tool_choice="required").mode == "required"
     one = read(tools=both, tool_choice=named("g"))
-    assert (one.mode, names(one.told), names(one.callable), one.parallel) == (
+    assert (one.mode, names(one.shown), names(one.callable), one.parallel) == (
         "required",
         ["f", "g"],
         ["g"],
@@ -58,7 +58,12 @@ def test_every_choice() -> None:
     )
     some = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("f")]}}
     use = read(tools=both, tool_choice=some)
-    assert (use.mode, names(use.told), names(use.callable), use.parallel) == ("auto", ["f", "g"], ["f"], True)
+    assert (use.mode, names(use.shown), names(use.callable), use.parallel) == (
+        "auto",
+        ["f", "g"],
+        ["f"],
+        True,
+    )
     assert not read(tools=both, parallel_tool_calls=False).parallel
 
 

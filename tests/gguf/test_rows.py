@@ -921,11 +921,11 @@ def test_codes_of_packed_types_are_the_values(name: str, tmp_path: Path) -> None
     [
         ("kimi-linear", {"expert_gating_func": 1}, r"expert_gating_func must be 2"),
         ("kimi-linear", {"attention.head_count_kv": [0, 1]}, "a number for each of 3 layers"),
-        ("granite", {"rope.scaling.finetuned": False}, "Granite without rotations"),
+        ("granite", {"rope.scaling.finetuned": False}, "Granite without RoPE"),
         ("glm4moe", {"expert_gating_func": 1}, r"expert_gating_func must be 2"),
         ("olmo3", {"attention.sliding_window_pattern": [True]}, "has 1 entries for 4 layers"),
         ("exaone4", {"attention.sliding_window_pattern": 0}, "must be a period or a list"),
-        ("olmo2", {"rope.dimension_count": 8}, "rotated in part"),
+        ("olmo2", {"rope.dimension_count": 8}, "partial RoPE"),
         ("llama4", {"attention.sliding_window": 0}, "llama4 without chunks"),
         ("granitehybrid", {"rope.scaling.finetuned": True}, r"granitehybrid with rotations \(Bamba\)"),
         ("lfm2", {"attention.head_count_kv": [0, 2]}, "a number for each of 4 layers"),

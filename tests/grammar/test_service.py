@@ -53,7 +53,7 @@ class Gate:
     def compile(self, grammar: Grammar) -> Any:
         assert isinstance(grammar, Text)
         self.compiled.append(grammar)
-        assert (self.slow if grammar.text.startswith("slow") else self.gate).wait(60)
+        assert (self.slow if grammar.text.startswith("slow") else self.gate).wait(deadline(60))
         if grammar == Text("bad"):
             raise InvalidRequest("bad", param="schema")
         if grammar == Text("bug"):

@@ -167,7 +167,7 @@ def test_a_forgotten_block_in_use_is_free_after_its_last_reference() -> None:
     cached, retained, used = (pool.take() for _ in range(3))
     for block, key in ((cached, b"a"), (retained, b"b"), (used, b"c")):
         pool.insert(block, key)
-    pool.keep(b"b")
+    pool.retain(b"b")
     pool.release(cached, -1)
     pool.release(retained, -1)
     assert pool.forget_all() == 3
@@ -181,10 +181,10 @@ def test_a_forgotten_block_in_use_is_free_after_its_last_reference() -> None:
 
 def test_pins_need_a_used_block_and_end_once() -> None:
     pool = BlockPool(1)
-    with pytest.raises(EngineDead, match="has no references"):
+    with pytest.raises(EngineDead, match="without references"):
         pool.pin(1)
     block = pool.take()
     pool.pin(block)
     pool.unpin(block)
-    with pytest.raises(EngineDead, match="not pinned"):
+    with pytest.raises(EngineDead, match="without a pin"):
         pool.unpin(block)

@@ -162,7 +162,7 @@ def test_a_flood_of_one_client_leaves_a_decoder_to_others() -> None:
 
 def test_a_long_decode_steps_back() -> None:
     def long() -> int:
-        until = time.monotonic() + 10
+        until = time.monotonic() + deadline(10)
         thread = threading.get_native_id()
         while os.getpriority(os.PRIO_PROCESS, thread) != 19 and time.monotonic() < until:
             time.sleep(0.005)

@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.support.ranks import on_ranks
 from tests.support.sharded import assert_parts, note_reads, weights_of
 from tests.support.slow import mostly_slow
+from tests.support.slowness import deadline
 from weft.common.errors import ConfigError
 from weft.config import sharding
 from weft.config.families import load_spec
@@ -189,9 +190,9 @@ def test_ranks_whose_experts_answer_in_other_dtypes_do_not_form(
             without.append(threading.current_thread())
         checkpoint.load(torch.bfloat16, mesh=mesh, invariant=True)
         mesh.abort()
-        apart.wait(30.0)
+        apart.wait(deadline(30))
         with pytest.raises(ConfigError) as refused:
-            mesh.connect(store, 1, 30.0)
+            mesh.connect(store, 1, deadline(30))
         return refused.value.message
 
     assert all("weft build-ops" in said for said in on_ranks(EP2, work))

@@ -206,7 +206,7 @@ def test_a_predicting_module_is_found_by_its_weights(
         off = _rewrite(checkpoint.folder, tmp_path / "off", extra, **{field: 0})
         for without in (lost, off):
             load_model(without, load_spec(without), torch.float32, CPU, progress=False)
-            with pytest.raises(ConfigError, match="no module that predicts"):
+            with pytest.raises(ConfigError, match="no multi-token prediction"):
                 load_spec(without, mtp=1)
         with pytest.raises(ConfigError, match=field):
             load_spec(_rewrite(checkpoint.folder, tmp_path / "many", extra, **{field: 2}))

@@ -40,6 +40,8 @@ SIZES = {
     **{"mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 64, "n_groups": 2},
     **{"mamba_n_heads": 16, "mamba_d_state": 64, "mamba_d_ssm": 1024},
 }
+#: Sizes of one family, whose configuration has own names.
+OWN = {"mamba2": {"num_heads": 16, "num_attention_heads": 16, "state_size": 64}}
 #: Recurrent mixers in torch, which leave the rest of the plan to other steps.
 TORCH = ("lfm2_moe",)
 
@@ -49,6 +51,7 @@ def wide_family(folder: Path, family: str) -> str:
     path = write_family(folder, family)
     config = json.loads((path / "config.json").read_text())
     config |= {name: size for name, size in SIZES.items() if config.get(name) is not None}
+    config |= OWN.get(family, {})
     if "linear_attn_config" in config:
         config["linear_attn_config"]["head_dim"] = 64
     (path / "config.json").write_text(json.dumps(config))

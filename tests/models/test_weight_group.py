@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.support.slowness import deadline
 from tests.support.trainers import free_port, group_info, trainer_group
 from weft.common.errors import InvalidRequest
 from weft.models.weight_group import WeightGroup, announce, communicator_id, receive, send
@@ -40,7 +41,7 @@ class Pair:
         try:
             return [(name, tensor.clone()) for name, tensor in receive(self.receiver, announced)]
         finally:
-            thread.join(30)
+            thread.join(deadline(30))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def pair() -> Pair:
     thread = threading.Thread(target=lambda: made.append(WeightGroup(group, 1)))
     thread.start()
     trainer = WeightGroup(group, 0)
-    thread.join(30)
+    thread.join(deadline(30))
     return Pair(trainer, made[0])
 
 

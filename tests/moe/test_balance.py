@@ -15,6 +15,7 @@ from tests.moe.test_dispatch import LAYOUTS, divided, rows_of
 from tests.support.checkpoints import make_checkpoint
 from tests.support.ranks import on_ranks
 from tests.support.routed import routed
+from tests.support.slowness import deadline
 from weft.config.families import load_spec
 from weft.layers.build import ExpertOptions
 from weft.models.decoder import Model
@@ -95,11 +96,11 @@ def _ranks(folder: str, name: str, epochs: Callable[[Mesh, Model, int], None], r
                 if epoch == rounds - 1 and rank == 1:  # the rank was restarted
                     mesh = make_mesh(layout, rank)
                     model = _load(folder, mesh)
-                mesh.connect(store, epoch, 30.0)
+                mesh.connect(store, epoch, deadline(30))
                 epochs(mesh, model, epoch)
-                together.wait(60)
+                together.wait(deadline(60))
                 mesh.abort()
-                together.wait(60)
+                together.wait(deadline(60))
             made[rank] = model
         except BaseException as error:
             made[rank] = error
@@ -109,7 +110,7 @@ def _ranks(folder: str, name: str, epochs: Callable[[Mesh, Model, int], None], r
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(90)
+        thread.join(deadline(90))
         assert not thread.is_alive()
     for one in made:
         if isinstance(one, BaseException):

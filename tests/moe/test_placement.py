@@ -28,7 +28,7 @@ def test_in_order() -> None:
 
 
 def test_a_placement_lacks_no_expert_and_doubles_none() -> None:
-    with pytest.raises(ValueError, match="of 2 experts, of which there are 3"):
+    with pytest.raises(ValueError, match="has 2 of 3 experts"):
         check(((0, 1),), 3)
     with pytest.raises(ValueError, match="two places on one rank"):
         check(((0, 0), (1,)), 2)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.parallel.test_group import value
 from tests.parallel.test_nccl import gloo, side_by_side
-from tests.support.interpreted_ranks import launches_beside_each_other
+from tests.support.interpreted import launches_beside_each_other
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import Unavailable

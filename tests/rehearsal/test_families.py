@@ -129,9 +129,9 @@ def test_graphs_of_kernels_give_the_tokens_of_a_cpu(
     if drafts:
         settings |= {"speculative_method": "ngram", "num_speculative_tokens": drafts, "max_model_len": 48}
         settings |= {"speculative_adaptive": False}
-        # Few ids, so that many drafts are right and many are wrong.
-        greedy = TokenParams(temperature=0.0, max_tokens=24, allowed=(5, 7))
-        turns = [[e0.submit(0, [5, 6, 7] * 3, greedy, request=0)]]
+        # Random tokens of few ids, so that many drafts are right and many are wrong.
+        few = TokenParams(temperature=1.0, max_tokens=24, allowed=(5, 7))
+        turns = [[e0.submit(0, [5, 6, 7] * 3, few, request=0)]]
     with monkeypatch.context() as patch:
         made, there, core = rehearse(patch, folder_of(name), turns, values=True, **settings)
     assert core.runner.graphs is not None

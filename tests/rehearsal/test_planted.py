@@ -108,7 +108,7 @@ def graph_of_memory_that_moves(patch: Patch) -> None:
 
 
 def missing_join(patch: Patch) -> None:
-    patch.setattr(launcher._Streaming, "result", lambda self: self._made)
+    patch.setattr(launcher._StreamCollective, "result", lambda self: self._output)
 
 
 def missing_fork(patch: Patch) -> None:

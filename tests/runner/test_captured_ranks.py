@@ -206,7 +206,7 @@ def test_an_abort_in_the_middle_of_a_replayed_step(folder: Any) -> None:
         took = time.monotonic() - began
         handle = runner.forward(StepPlan(step=runner._next_step))
         runner.sample(handle)
-        with pytest.raises(EngineDead, match="a step before it failed"):
+        with pytest.raises(EngineDead, match="an earlier step failed"):
             runner.read(handle)
         mesh.abort()
         formed.wait(LONG)

@@ -287,7 +287,7 @@ def test_plans_that_cannot_be_right(rigs: Callable[..., Rig]) -> None:
     rig.step = 7
     with pytest.raises(EngineDead, match="step 7 follows step 0"):
         rig.run()
-    with pytest.raises(EngineDead, match="before it failed"):
+    with pytest.raises(EngineDead, match="an earlier step failed"):
         rig.run()
     rig.runner.reset()
     rig.run()
@@ -313,18 +313,18 @@ def test_a_launch_does_not_wait_for_the_tower(rigs: Callable[..., Rig]) -> None:
     look = rig.tower._look
 
     def slow(images: list[Tensor]) -> None:
-        assert go.wait(30.0)
+        assert go.wait(deadline(30))
         look(images)
 
     rig.tower._look = slow  # type: ignore[method-assign]
     handle = rig.runner.forward(StepPlan(step=0, ops=(rig.encode(rig.image(1), 1),)))
     assert not rig.runner.done(handle)
-    assert select.select([rig.runner.bell.descriptor], [], [], 0.0)[0] == []
+    assert select.select([rig.runner.wakeup.descriptor], [], [], 0.0)[0] == []
     go.set()
-    assert select.select([rig.runner.bell.descriptor], [], [], 30.0)[0]
+    assert select.select([rig.runner.wakeup.descriptor], [], [], 30.0)[0]
     assert rig.runner.done(handle)
-    rig.runner.bell.clear()
-    assert select.select([rig.runner.bell.descriptor], [], [], 0.0)[0] == []
+    rig.runner.wakeup.clear()
+    assert select.select([rig.runner.wakeup.descriptor], [], [], 0.0)[0] == []
     rig.runner.read(handle)
 
 

@@ -111,7 +111,7 @@ def test_steps_with_prompts_run_op_by_op_after_a_failed_capture(
 def chains(capture: Any, most_kept: int) -> tuple[CapturedChains, Any]:
     """Return captured drafting as on a GPU, and its chain, whose drafts are the positions of the rows."""
 
-    def go_on(hidden: Any, slots: Any, ends: torch.Tensor, bounds: Any, count: int) -> torch.Tensor:
+    def propose_after(hidden: Any, slots: Any, ends: torch.Tensor, bounds: Any, count: int) -> torch.Tensor:
         chain.runs += 1
         return ends[:, None] + torch.arange(count)
 
@@ -119,7 +119,7 @@ def chains(capture: Any, most_kept: int) -> tuple[CapturedChains, Any]:
         sizes=(4, torch.float32, torch.device("cpu")),
         direct=True,
         capturable=lambda *tokens: True,
-        go_on=go_on,
+        propose_after=propose_after,
         runs=0,
     )
     options = CaptureOptions(
@@ -132,7 +132,7 @@ def chains(capture: Any, most_kept: int) -> tuple[CapturedChains, Any]:
 
 def drafted(made: CapturedChains, rows: int) -> list[list[int]]:
     at = torch.arange(rows)
-    drafts = made.go_on(torch.zeros(rows, 4), at, at + 7, np.arange(rows) + 7, 2)
+    drafts = made.propose_after(torch.zeros(rows, 4), at, at + 7, np.arange(rows) + 7, 2)
     assert drafts is not None
     return drafts.tolist()
 

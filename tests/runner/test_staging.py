@@ -32,7 +32,7 @@ def test_staging_more_than_reserved_is_an_error() -> None:
     buffer = StagingRing(CPU, 1).acquire()
     buffer._allocate(4)
     buffer.begin(4)
-    with pytest.raises(EngineDead, match="more than it reserved"):
+    with pytest.raises(EngineDead, match="more numbers than it reserved"):
         buffer.add(np.arange(5))
 
 

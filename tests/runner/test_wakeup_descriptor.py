@@ -11,14 +11,14 @@ from weft.runner.wakeup_descriptor import WakeupDescriptor
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_no_descriptor_stays_open(closed: bool) -> None:
-    bell = WakeupDescriptor()
-    number = bell.descriptor
+    wakeup = WakeupDescriptor()
+    number = wakeup.descriptor
     os.fstat(number)
     if closed:
-        bell.close()
-        bell.close()
-        bell.ring()
-        bell.clear()
-    del bell
+        wakeup.close()
+        wakeup.close()
+        wakeup.ring()
+        wakeup.clear()
+    del wakeup
     with pytest.raises(OSError):
         os.fstat(number)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from tests.support.slowness import deadline
 from weft.cli.verify.tiny import write_family
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
@@ -150,7 +151,7 @@ class Side:
 
     def next_report(self, seconds: float = 20.0) -> RankReport | RankStopped:
         """Return the next report of the transfers, except reports of progress."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + deadline(seconds)
         while time.monotonic() < until:
             assert self.runner.reports is not None
             for said in self.runner.reports.take():

@@ -73,11 +73,11 @@ def audit(scheduler: Scheduler) -> None:
         assert all(pool._references[block] == held.get(block, 0) for block in places)
         assert {pool._index[key] for key in pool._index} == {b for b in places if pool._key[b]}
         assert all(pool._key[block] is not None for block in [*pool._cached, *pool._retained])
-        assert all(pool._key[block] in pool._keeps for block in pool._retained)
-        assert not any(pool._key[block] in pool._keeps for block in pool._cached)
+        assert all(pool._key[block] in pool._retains for block in pool._retained)
+        assert not any(pool._key[block] in pool._retains for block in pool._cached)
     slots = state.slots
     taken = [s.state.slot for s in state.running]  # type: ignore[union-attr]
-    taken += [state.transfers._records[key].slot for key in state.transfers.parting]
+    taken += [state.transfers._records[key].slot for key in state.transfers.unsaved]
     pending = [slot for due in slots._pending.values() for slot in due]
     assert sorted([*slots._free, *taken, *pending]) == list(range(slots.num_slots))
     states = [type(s.state).__name__ for s in state.live.values()]

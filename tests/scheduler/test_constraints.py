@@ -412,7 +412,7 @@ def test_masks_are_made_in_the_order_of_steps() -> None:
     assert first is not None
     assert second is not None
     rig.scheduler.masks(first)
-    with pytest.raises(EngineDead, match="once all steps before"):
+    with pytest.raises(EngineDead, match="commits of all earlier steps"):
         rig.scheduler.masks(second)
 
 

@@ -497,7 +497,7 @@ def _without_moves(cache: EmbeddingCache, step: int) -> list[Any]:
     return [op for op in _TAKE_OPS(cache, step) if not isinstance(op, MoveMedia)]
 
 
-_USE = MediaBook._use
+_USE = MediaBook._use_of
 _TAKE_OPS = EmbeddingCache.take_ops
 #: Bug -> (object, attribute, replacement).
 BUGS: dict[str, tuple[Any, str, Any]] = {
@@ -512,7 +512,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "what the same plan reads is forgotten": (MediaBook, "_may_go", lambda book, key, order: True),
     "a chunk may have any image": (MediaBook, "reach", lambda book, sequence, start, end, step: end),
     "a step encodes without end": (MediaBook, "_begin", lambda book, step: setattr(book, "_patches", -999)),
-    "who has read it uses it for ever": (MediaBook, "_use", _never_over),
+    "who has read it uses it for ever": (MediaBook, "_use_of", _never_over),
     "who has left still uses it": (MediaBook, "leave", lambda book, sequence: None),
     "new ranks have what the old ones had": (MediaBook, "clear", lambda book: None),
     "what the host gets is not moved": (EmbeddingCache, "take_ops", _without_moves),

@@ -147,24 +147,24 @@ def test_the_pool_evicts_what_is_kept_last() -> None:
     blocks = [pool.take() for _ in keys]
     for block, key in zip(blocks, keys, strict=True):
         pool.insert(block, key)
-    pool.keep(keys[0])
-    pool.keep(keys[1])
-    pool.keep(keys[1])
+    pool.retain(keys[0])
+    pool.retain(keys[1])
+    pool.retain(keys[1])
     for block in blocks:
         pool.release(block, -1)
     assert pool.available() == 4
-    pool.keep(keys[2])
-    pool.unkeep(keys[2])
-    pool.unkeep(keys[1])
+    pool.retain(keys[2])
+    pool.end_retention(keys[2])
+    pool.end_retention(keys[1])
     assert [pool.take() for _ in range(4)] == [blocks[2], blocks[3], blocks[0], blocks[1]]
     pool.insert(blocks[1], keys[1])  # the content is still retained
     pool.insert(blocks[3], keys[3])
     pool.release(blocks[1], -1)
     pool.release(blocks[3], -1)
     assert [pool.take(), pool.take()] == [blocks[3], blocks[1]]
-    pool.unkeep(keys[0])
-    pool.unkeep(keys[1])
-    assert pool._keeps == {}
+    pool.end_retention(keys[0])
+    pool.end_retention(keys[1])
+    assert pool._retains == {}
 
 
 def test_blocks_cached_again_are_retained_per_session() -> None:

@@ -444,6 +444,37 @@ def test_a_load_at_the_admission_reserves_the_blocks_of_its_sequence() -> None:
     assert rig.loads.stats().loads == {"done": 1}
 
 
+def test_a_load_at_the_admission_leaves_an_idle_engine_work() -> None:
+    """The sequence behind is planned at once: no step in flight would bring the next plan."""
+    disk, _ = stored(PROMPT)
+    rig = TierRig(kv_config(blocks=40), disk=disk)
+    rig.submit(submit(0, [9] * 8))
+    rig.submit(submit(1, PROMPT))
+    rig.submit(submit(2, [5] * 8))
+    rig.scheduler.finish(0)
+    plan = rig.scheduler.plan(rig.now)
+    assert rig.loads.any_blocked
+    assert plan is not None
+    assert [one.id for one in rig.scheduler._state.running] == [2]
+
+
+def test_an_idle_engine_waits_for_a_load_that_reserves_blocks() -> None:
+    """The sequence behind does not fit beside the reserved blocks, so there is nothing to plan."""
+    disk, _ = stored(PROMPT)
+    rig = TierRig(kv_config(blocks=12), disk=disk)
+    rig.submit(submit(0, [9] * 8))
+    rig.submit(submit(1, PROMPT))
+    rig.submit(submit(2, [5] * 16))
+    rig.scheduler.finish(0)
+    assert rig.scheduler.plan(rig.now) is None
+    assert rig.loads.any_blocked
+    assert not rig.scheduler.has_work()
+    rig.settle()
+    rig.check_idle()
+    assert rig.outputs[1].num_cached == 28
+    assert rig.loads.stats().loads == {"done": 1}
+
+
 def test_sequences_load_after_a_loss_of_ranks() -> None:
     rig = TierRig(kv_config(), mode="all")
     ask(rig, submit(0, PROMPT))
@@ -481,9 +512,9 @@ def test_later_prompts_do_not_cut_the_load_in_front() -> None:
     front = loads[0]
     needs = rig.loads._compute_seconds(front.before, front.reach)
     rig.loads.speeds.levels[1].rate = 1.5 * sum(front.nbytes) / needs  # enough for the front alone
-    rig.loads._look(front, [0, 0, 0], rig.now)
+    rig.loads._check(front, [0, 0, 0], rig.now)
     assert front.sequence.loading
-    rig.loads._look(loads[1], front.nbytes, rig.now)
+    rig.loads._check(loads[1], front.nbytes, rig.now)
     assert not loads[1].sequence.loading
 
 

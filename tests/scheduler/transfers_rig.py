@@ -583,7 +583,7 @@ class World:
             assert not state.live
             assert not len(engine.transfers)
             assert not len(state.transfers)
-            assert not state.transfers.parting
+            assert not state.transfers.unsaved
             assert not state.pins._until
             assert not engine.promised
             stats = engine.scheduler.stats()

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.support.slowness import deadline
 from weft.common.errors import ConfigError
 from weft.config.flags import from_keywords
 from weft.config.hub import bundled_models
@@ -165,18 +166,18 @@ def test_weights_that_change_after_the_start_have_no_digest(config: EngineConfig
     file.write_bytes(data)
     os.utime(file, (1, 1))
     made.start()
-    assert made.wait(20) is None
+    assert made.wait(deadline(20)) is None
     assert "model-1.safetensors has changed since the start" in made.error
     again = WeightsDigest(of(config, folder))
     again.start()
-    assert again.wait(20) == weights_digest.weights_digest(of(config, folder))
+    assert again.wait(deadline(20)) == weights_digest.weights_digest(of(config, folder))
 
 
 def test_a_digest_can_be_stopped_and_missing_files_are_errors(config: EngineConfig, folder: Path) -> None:
     made, gone = WeightsDigest(of(config, folder)), WeightsDigest(of(config, folder))
     made.stop()
     made.start()
-    assert made.wait(20) is None
+    assert made.wait(deadline(20)) is None
     (folder / "model-1.safetensors").unlink()
     with pytest.raises(ConfigError, match="the weights can't be read"):
         gone.compute()

@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 from tests.store.stores import NAMESPACE, get, put, record
 from tests.support.s3_server import S3Server, s3_server
+from tests.support.slowness import deadline, until
 from weft.store.errors import RecordCorrupt, RecordGone
 from weft.store.records import Owner, RecordBuffer
 from weft.store.remote.objects import open_objects
@@ -44,13 +45,6 @@ def opened(url: str = URL, *, namespace: str = NAMESPACE, **more: Any) -> Remote
 def holds(store: RemoteStore, number: int) -> bool:
     """Return True if the store returns the bytes of a record."""
     return get(store, record(number), SIZE)
-
-
-def until(found: Callable[[], Any]) -> None:
-    end = time.monotonic() + 30
-    while not found():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def stored(server: S3Server | None, *numbers: int, url: str = URL) -> None:
@@ -226,7 +220,7 @@ def test_a_store_that_does_not_answer_is_a_miss(
     began = time.monotonic()
     with pytest.raises(RecordGone):
         holds(store, 1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < deadline(5)
     assert not store.has(record(1))
     assert put(store, record(2), SIZE) == "away"
     assert store.take_changes() == ([], [], True)

@@ -24,11 +24,13 @@ def deadline(seconds: float) -> float:
 
 
 def until(condition: Callable[[], object], seconds: float = 60.0, every: float = 0.05) -> None:
-    """Wait until ``condition``, at most ``seconds`` of a fast machine, with looks ``every`` seconds."""
-    end = time.monotonic() + deadline(seconds)
+    """Wait until ``condition``, at most ``seconds`` of a fast machine. Looks grow rare, to one in ``every``
+    seconds."""
+    end, pause = time.monotonic() + deadline(seconds), 0.002
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
-        time.sleep(every)
+        time.sleep(min(pause, every))
+        pause *= 2
 
 
 def slowness() -> float:

@@ -337,12 +337,12 @@ def an_engine_process_keeps_what_a_lost_connection_asked(patch: pytest.MonkeyPat
 def an_end_at_the_other_end_is_an_eviction(patch: pytest.MonkeyPatch) -> None:
     """Plant a bug: a sequence is sent again after the decode instance drops it, although the prefill
     instance reports its end."""
-    give_back = Fleet._give_back
+    give_back = Fleet._take_back
 
     def change(self: Fleet, instance: Instance, entry: LedgerEntry, why: str) -> None:
         give_back(self, instance, entry, "" if why == EndedElsewhere.code else why)
 
-    patch.setattr(Fleet, "_give_back", change)
+    patch.setattr(Fleet, "_take_back", change)
 
 
 def an_engine_process_that_drains_is_gone(patch: pytest.MonkeyPatch) -> None:
@@ -502,7 +502,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
         (finish_before_all_ranks_reported, "counted before all ranks reported"),
         (settled_by_one_report, "counted before all ranks reported"),
         (a_given_up_rank_is_heard, "heard rank .*, which it had given up"),
-        (blocks_on_hold_are_given_away, "which are pinned|released more often than it was held"),
+        (blocks_on_hold_are_given_away, "which are pinned|a block without references was released"),
         (resurrected, "given up|link"),
         (one_front_says_shutdown, "was shut down while"),
         (a_loss_counted_twice, "given up twice|counted"),

@@ -34,12 +34,12 @@ def test_invariants_hold_with_a_tier(seeds: list[int]) -> None:
 
 def test_a_failed_load_that_counts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a bug: a block enters the prefix cache although its record was damaged."""
-    landed = TierBook._landed
+    insert_loaded = TierBook._insert_loaded
 
     def trusting(self: TierBook, entry: Entry, block: int, outcome: BlockOutcome, void: bool) -> None:
-        landed(self, entry, block, BlockOutcome.DONE, void)
+        insert_loaded(self, entry, block, BlockOutcome.DONE, void)
 
-    monkeypatch.setattr(TierBook, "_landed", trusting)
+    monkeypatch.setattr(TierBook, "_insert_loaded", trusting)
     with pytest.raises(Violation, match="whose load has failed"):
         _simulate((FOUND_BY, *SEEDS))
 

@@ -30,13 +30,12 @@ T = TypeVar("T")
 class AsyncLLM:
     """A model and its engine, for event loops. All settings of ``LLM`` are valid.
 
-    The constructor loads the model and blocks meanwhile. If the engine dies, every waiting call raises
-    EngineDead.
+    The constructor blocks until the model is loaded. If the engine dies, waiting calls raise EngineDead.
     """
 
     def __init__(self, model: str | Path = "spool-text", **config: Any) -> None:
-        """Load the model and start the engine's thread; blocks meanwhile. ``model``: a folder, a hub name
-        or the name of a bundled model. ``config``: see ``LLM``. Raises ConfigError for an invalid
+        """Load the model and start the engine's thread. Return when the engine runs. ``model``: a folder, a
+        hub name or the name of a bundled model. ``config``: see ``LLM``. Raises ConfigError for an invalid
         setting."""
         settings = read_settings(model, config)
         self.config = resolve(settings)

@@ -89,7 +89,8 @@ class LLM(PooledCalls):
     """
 
     def __init__(self, model: str | Path = "spool-text", **config: Any) -> None:
-        """Load the model and start the engine; blocks meanwhile. For ``config`` and errors, see the class."""
+        """Load the model and start the engine. Return when the engine runs. For ``config`` and errors, see
+        the class."""
         settings = read_settings(model, config)
         self.config = resolve(settings)
         self._text = load_text(self.config, settings.front.chat_template)
@@ -163,10 +164,10 @@ class LLM(PooledCalls):
             return self._weights.update(self._living(), source, version, partial)
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory of the KV cache back; at ``level`` 2 the memory of the weights, too.
+        """Free the memory of the KV cache; at ``level`` 2 also the memory of the weights.
 
-        Prefixes are lost. Call ``wake_up`` before the next prompt. Raise InvalidRequest on a GPU, and at
-        level 2 for weights that are in no safetensors file. Raise EngineDead after ``shutdown``.
+        All cached prefixes are lost. Call ``wake_up`` before the next prompt. Raise InvalidRequest on a GPU,
+        and at level 2 for weights that are in no safetensors file. Raise EngineDead after ``shutdown``.
         """
         with self._lock:
             self._weights.sleep(self._living(), level)
@@ -187,7 +188,7 @@ class LLM(PooledCalls):
         return bool(self._weights.asleep)
 
     def _living(self) -> EngineCore | Replicas:
-        """Return the engine. Raise EngineDead."""
+        """Return the engine. Raise EngineDead after ``shutdown`` and after a failure of the engine."""
         if self._core is None or self._death is not None:
             raise EngineDead(self._death or "this LLM was shut down")
         return self._core
@@ -298,7 +299,7 @@ class LLM(PooledCalls):
         """
         params = spread_params(sampling_params, len(prompts))
         grammars = spread_grammars(grammar, len(prompts))
-        # A wrong type is refused for each prompt.
+        # `Request.prioritise` refuses values of a wrong type.
         priorities = list(priority) if isinstance(priority, Sequence) else [priority] * len(prompts)
         if len(priorities) != len(prompts):
             raise InvalidRequest(
@@ -308,9 +309,11 @@ class LLM(PooledCalls):
         requests: list[Request] = []
         try:
             # Make every request before the first one runs, so that an invalid prompt costs no computation.
-            for number, (prompt, own, its) in enumerate(zip(prompts, params, grammars, strict=True)):
+            for number, (prompt, sampling, constraint) in enumerate(
+                zip(prompts, params, grammars, strict=True)
+            ):
                 try:
-                    requests.append(make(prompt, own, self._maker.seeds.mint(), grammar=its))
+                    requests.append(make(prompt, sampling, self._maker.seeds.mint(), grammar=constraint))
                     requests[-1].prioritise(priorities[number])
                     requests[-1].adapt(adapters[number])
                 except WeftError as error:

@@ -74,8 +74,8 @@ class PooledCalls:
         use_tqdm: bool = True,
         lora: Loras = None,
     ) -> list[ClassOutput]:
-        """Return the numbers of the labels for each prompt: probabilities, unless ``use_activation`` is False
-        or the checkpoint is a regression.
+        """Return one value per label for each prompt: probabilities, unless ``use_activation`` is False or
+        the checkpoint is a regression.
 
         Raise InvalidRequest for a model without classes, and the errors of ``embed``.
         """
@@ -125,7 +125,11 @@ class PooledCalls:
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second) or not first:
-            raise InvalidRequest("send one query, or as many queries as documents", param="documents")
+            raise InvalidRequest(
+                f"there are {len(first)} queries and {len(second)} documents: send one query, or one query "
+                "for each document",
+                param="documents",
+            )
         spec = self.config.spec.classify
         prompts = Prompts(self._maker.tokenizer, spec)
         prompts.check_instruction(instruction)
@@ -133,7 +137,7 @@ class PooledCalls:
             return self._cosines(first, second, use_tqdm)
         if spec.labels != 1:
             raise InvalidRequest(
-                f"this model has {spec.labels} classes, and a score needs a model with one: use classify",
+                f"this model has {spec.labels} classes, and a score needs exactly one class: use classify",
                 param="model",
             )
         pairs = [prompts.pair(one, two, instruction) for one, two in zip(first, second, strict=True)]

@@ -80,7 +80,7 @@ class ClassOutput:
     probs: np.ndarray
     """float64 [labels], in the order of ``ModelSpec.classify``; empty if ``error`` is set."""
     label: str
-    """Name of the label with the largest number."""
+    """Name of the label with the largest value in ``probs``."""
     num_cached_tokens: int = 0
     error: ErrorInfo | None = None
 
@@ -90,12 +90,12 @@ class ScoreOutput:
     """Score of one pair of texts."""
 
     score: float
-    """Not a number if ``error`` is set."""
+    """NaN if ``error`` is set."""
     error: ErrorInfo | None = None
 
 
 def completion_of(choice: Choice, routed: np.ndarray | None = None) -> CompletionOutput:
-    """Return the present state of a choice, with copied lists. ``routed``: its experts."""
+    """Return the present state of a choice, with copied lists. ``routed``: value of ``routed_experts``."""
     found = choice.logprobs
     every = found is not None and found.every
     return CompletionOutput(

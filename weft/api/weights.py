@@ -1,4 +1,4 @@
-"""New weights of an ``LLM``: tensors of the caller, through shared memory, to every rank."""
+"""Weight updates of an ``LLM``: tensors of the caller go through shared memory to every rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Weights:
         self._freed = False
         """True while the ranks lack the weights."""
         self._history: tuple[WeightsUpdate, ...] = ()
-        """Updates since the last complete one, in order."""
+        """Updates in order, from the last complete update on."""
 
     def update(
         self,
@@ -48,10 +48,13 @@ class Weights:
     ) -> str:
         """Stage and use new weights, and return the label. Blocks. See ``LLM.update_weights``."""
         if not isinstance(core, EngineCore):
-            raise InvalidRequest("update_weights of an LLM with several replicas is not supported")
+            raise InvalidRequest(
+                "update_weights is not supported with several replicas: use data_parallel_size 1"
+            )
         if self._freed and partial:
             raise InvalidRequest(
-                "the weights are empty after a sleep of level 2: update all tensors first, or end the sleep"
+                "the weights are empty after a sleep of level 2: update all tensors first (partial=False), "
+                "or call wake_up"
             )
         number = core.weights.version + 1
         try:
@@ -78,7 +81,7 @@ class Weights:
     def sleep(self, core: EngineCore | Replicas, level: int) -> None:
         """See ``LLM.sleep``."""
         if not isinstance(core, EngineCore):
-            raise InvalidRequest("sleep of an LLM with several replicas is not supported")
+            raise InvalidRequest("sleep is not supported with several replicas: use data_parallel_size 1")
         check_sleep(core.config, level)
         self.asleep = PARTS
         self._freed = self._freed or level > 1

@@ -31,7 +31,8 @@ class Reference:
         model = config.model
         if model.load_format == "dummy":
             raise ConfigError(
-                "--load-format dummy: random weights can't be compared with a reference",
+                "--load-format dummy: random weights can't be compared with a reference; remove one of the "
+                "two flags",
                 param="--load-format",
             )
         self.path = path or hub.resolve_model_path(model.model, model.revision)

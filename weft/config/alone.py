@@ -1,5 +1,5 @@
-"""Groups of a topology that are resolved alone: on a host of their own, or again while a server runs. And the
-view of an API server whose groups run elsewhere.
+"""Resolution of single groups of a topology (on their own host, or again while a server runs), and of an API
+server whose groups run on other hosts.
 
 weft engine FILE --group decode1    one group of FILE, alone on its host
 weft front FILE                     the API server of FILE; no group runs here
@@ -51,7 +51,7 @@ def group_alone(
     return msgspec.structs.replace(resolve(config, group=name, host=share), base=group.base)
 
 
-def face_alone(topology: Topology) -> EngineConfig:
+def front_alone(topology: Topology) -> EngineConfig:
     """Return the configuration of an API server for the groups of ``topology``, which run elsewhere.
 
     Memory and devices of this host do not matter. Raise ConfigError.

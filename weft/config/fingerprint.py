@@ -119,7 +119,8 @@ def _tower(config: EngineConfig, vision: VisionSpec) -> bytes:
             found |= dict(_tensors_of(file, vision.published))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"the tower's weights can't be read ({type(error).__name__})", param="--model"
+            f"the vision tower's weights can't be read ({type(error).__name__}): download the model again",
+            param="--model",
         ) from error
     made = hashlib.blake2b(digest_size=16)
     for name in sorted(found):

@@ -280,7 +280,7 @@ def speculation(value: Any) -> dict[str, Any]:
         if key not in _SPECULATION:
             raise ConfigError(
                 f"{flag}: Weft supports {', '.join(_SPECULATION)}, not {str(key)[:80]!r} "
-                "(--speculative-method mtp uses the model's own module, ngram earlier text)",
+                "(--speculative-method mtp drafts with the model's own module, ngram from earlier text)",
                 param=flag,
             )
         found[_SPECULATION[key]] = one

@@ -328,7 +328,7 @@ class SharedTable(m.ModelTable):
         if now.begun > before.begun:
             entry.keep = now.keep
         if was_used or came:
-            self._rest(entry)
+            self._update_idle(entry)
         batch = any(name in uses and uses[name].batch for uses in self._uses.values())
         self._batch_wants(entry, m.BatchWants(name, batch))
 
@@ -348,10 +348,10 @@ class SharedTable(m.ModelTable):
         self.loads[entry.name] += 1
         return super()._begin(entry, for_batch)
 
-    def _drain(self, entry: m.Entry, *, takes_back: bool) -> None:
+    def _drain(self, entry: m.Entry, *, may_cancel_drain: bool) -> None:
         if entry.state is not m.ModelState.DRAINING:
             self._shut_from[entry.name] = self.version + 1  # the version of the next record
-        super()._drain(entry, takes_back=takes_back)
+        super()._drain(entry, may_cancel_drain=may_cancel_drain)
 
     def _may_end(self, entry: m.Entry) -> bool:
         """Return True if no member has a request at a model that drains, or will have one."""

@@ -12,12 +12,12 @@ served, and two models that alternate are served in batches.
 
 Lines of batches are background work. The table treats a model that only lines use as unused:
 
-    BatchWants ──► room without a model of recent requests: Load ──► lines run
-    a request wants the memory ──► draining, StopLines ──► Gone
+    BatchWants ──► the model fits, also after unloads of models without recent requests: Load ──► lines run
+    a request for another model needs the memory ──► draining, StopLines ──► Gone
 
-So lines wait for requests of every model. A request waits for no line, but for the end of a load that has
-begun for lines. A model stays until its lines are done, or for ``TURN_S`` if another model with lines needs
-the memory.
+So lines wait for requests of every model. A request does not wait for lines, but may wait for the end of a
+load that has begun for lines. A model stays until its lines are done, or for ``TURN_S`` if another model with
+lines needs the memory.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Loaded(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A load has failed and left nothing behind, or the engines of a loaded model are lost for good."""
+    """A load has failed and all its processes have ended, or all engines of a loaded model are retired."""
 
     name: str
     error: WeftError
@@ -161,7 +161,7 @@ class PinAsked(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """Time has passed. The event comes about once per second."""
+    """Time has passed. Sent about once per second."""
 
 
 Event: TypeAlias = (
@@ -247,7 +247,7 @@ class Entry:
     """Time at which the last open request ended."""
     keep: float | None = None
     """Seconds of the last ``Kept``."""
-    takes_back: bool = False
+    may_cancel_drain: bool = False
     """True while the model drains only for room, and may stay if the room is not needed any more."""
     ending: bool = False
     """True from ``Unload`` to ``Gone``."""
@@ -355,7 +355,7 @@ class ModelTable:
 
     def _gave_up(self, entry: Entry, event: GaveUp) -> None:
         entry.waiting -= 1
-        self._rest(entry)
+        self._update_idle(entry)
 
     def _opened(self, entry: Entry, event: Opened) -> None:
         assert entry.state is ModelState.UP, "only a loaded model admits requests"
@@ -372,17 +372,17 @@ class ModelTable:
         if event.line:
             entry.lines -= 1
         else:
-            self._rest(entry)
+            self._update_idle(entry)
 
     def _batch_wants(self, entry: Entry, event: BatchWants) -> None:
         if event.wants and not entry.batch:
             entry.batch_since = self._now
         elif entry.batch and not event.wants:
-            self._rest(entry)
+            self._update_idle(entry)
         entry.batch = event.wants
 
-    def _rest(self, entry: Entry) -> None:
-        """Note the time at which nobody uses the model any more."""
+    def _update_idle(self, entry: Entry) -> None:
+        """Record the time of the last use if no request uses the model any more."""
         if not entry.used:
             entry.idle = self._now
 
@@ -401,7 +401,7 @@ class ModelTable:
             if not entry.for_batch:
                 entry.wanted = self._now
             if entry.unwanted and not entry.waiting:
-                self._drain(entry, takes_back=False)
+                self._drain(entry, may_cancel_drain=False)
         entry.unwanted = False
 
     def _failed(self, entry: Entry, event: Failed) -> None:
@@ -411,8 +411,8 @@ class ModelTable:
         if entry.state is ModelState.LOADING:
             entry.state = ModelState.COLD
         elif entry.state is not ModelState.COLD:
-            # The open requests fail by themselves. The memory is free when the processes have ended.
-            self._drain(entry, takes_back=False)
+            # The open requests fail without the engines. The memory is free when the processes have ended.
+            self._drain(entry, may_cancel_drain=False)
 
     def _gone(self, entry: Entry, event: Gone) -> None:
         entry.state, entry.ending, entry.keep = ModelState.COLD, False, None
@@ -441,20 +441,21 @@ class ModelTable:
         entry.unloads += 1
         entry.rest = self._now + BATCH_REST_S
         if entry.state in (ModelState.UP, ModelState.DRAINING):
-            self._drain(entry, takes_back=False)
-        # A load is not broken off. Requests that wait at the end of the load want the model.
+            self._drain(entry, may_cancel_drain=False)
+        # A load is not interrupted. If requests wait at the end of the load, the model stays.
         entry.unwanted = entry.state is ModelState.LOADING
 
     def _pin_asked(self, entry: Entry, event: PinAsked) -> None:
         entry.pinned = event.pinned
-        if event.pinned and entry.state is ModelState.DRAINING and entry.takes_back and not entry.ending:
+        may_stay = entry.state is ModelState.DRAINING and entry.may_cancel_drain and not entry.ending
+        if event.pinned and may_stay:
             entry.state = ModelState.UP
 
     # -- the plan
 
-    def _drain(self, entry: Entry, *, takes_back: bool) -> None:
+    def _drain(self, entry: Entry, *, may_cancel_drain: bool) -> None:
         entry.stops |= entry.state is not ModelState.DRAINING
-        entry.state, entry.takes_back = ModelState.DRAINING, takes_back
+        entry.state, entry.may_cancel_drain = ModelState.DRAINING, may_cancel_drain
 
     def _plan(self) -> list[Action]:
         """Return the actions that follow from the present state."""
@@ -466,7 +467,7 @@ class ModelTable:
             if one.state is ModelState.COLD and (one.waiting or one.asked)
         ]
         waiting.sort(key=lambda one: one.since)
-        # Only the first waiting model makes room: a later, smaller model must not take the room again.
+        # Models drain only for the first waiting model: a later, smaller model must not take the free memory.
         blocked = False
         for entry in waiting:
             refusal = self._refusal(entry)
@@ -477,7 +478,7 @@ class ModelTable:
                 actions.append(self._begin(entry))
             elif not blocked:
                 blocked = True
-                self._makes_room(entry, self._may_go)
+                self._drain_for(entry, self._may_drain)
         # Requests come first: lines load nothing while a request waits for room.
         batch_blocked = not blocked and self._loads_for_lines(actions)
         self._trim(blocked, batch_blocked)
@@ -512,16 +513,16 @@ class ModelTable:
                 continue
             if self._fits(entry):
                 actions.append(self._begin(entry, for_batch=True))
-            elif self._makes_room(entry, self._may_go_for_lines):
+            elif self._drain_for(entry, self._may_drain_for_lines):
                 return True
-            # No room will come before a pause of the clients: lines of the next model may fit meanwhile.
+            # No model may drain while clients use all models. The next model with lines may be smaller.
         return False
 
     def _expire(self) -> None:
-        """Drain the models whose time without a request is over."""
+        """Drain the models that have reached their maximum time without a request."""
         for entry in self.entries.values():
             if (until := entry.expires) is not None and self._now >= until:
-                self._drain(entry, takes_back=False)
+                self._drain(entry, may_cancel_drain=False)
 
     def _refusal(self, entry: Entry) -> WeftError | None:
         """Return why the model cannot be loaded now or later; None if the model can be loaded."""
@@ -544,7 +545,7 @@ class ModelTable:
         """Return True if the model can load now."""
         return self.used + entry.cost <= self._budget
 
-    def _makes_room(self, entry: Entry, may_go: Callable[[Entry], bool]) -> bool:
+    def _drain_for(self, entry: Entry, may_go: Callable[[Entry], bool]) -> bool:
         """Drain models until the model will fit, if enough models may drain. Return True if the model will
         fit when all drains have ended. ``may_go``: returns True for a model that may drain now."""
         lacking = self.used + entry.cost - self._budget
@@ -552,10 +553,10 @@ class ModelTable:
         lacking -= sum(one.cost for one in self.entries.values() if one.state is ModelState.DRAINING)
         victims = self._victims(lacking, may_go)
         for victim in victims:
-            self._drain(victim, takes_back=True)
+            self._drain(victim, may_cancel_drain=True)
         return lacking <= 0 or bool(victims)
 
-    def _may_go(self, entry: Entry) -> bool:
+    def _may_drain(self, entry: Entry) -> bool:
         """Return True if another model may take the place of the model, for a request."""
         if _in_background(entry):
             return True
@@ -563,7 +564,7 @@ class ModelTable:
             return True
         return self._now >= entry.since + self._hysteresis
 
-    def _may_go_for_lines(self, entry: Entry) -> bool:
+    def _may_drain_for_lines(self, entry: Entry) -> bool:
         """Return True if another model may take the place of the model, for lines of batches."""
         if entry.used or self._now < entry.since + self._hysteresis:
             return False
@@ -574,17 +575,17 @@ class ModelTable:
     def _victims(self, lacking: float, may_go: Callable[[Entry], bool]) -> list[Entry]:
         """Return loaded models with at least ``lacking`` bytes; [] if there are not enough.
 
-        Models without requests come first. Among these, the time since the last request counts for each
-        byte: a large model goes before a small one. Lines of batches are no requests.
+        Models without requests come first. Among these models, the largest product of size and time since the
+        last request comes first. Lines of batches are no requests.
         """
-        found = [
+        candidates = [
             one
             for one in self.entries.values()
             if one.state is ModelState.UP and not one.pinned and may_go(one)
         ]
-        found.sort(key=lambda one: (one.used, -(self._now - max(one.wanted, 0.0) + 1e-3) * one.cost))
+        candidates.sort(key=lambda one: (one.used, -(self._now - max(one.wanted, 0.0) + 1e-3) * one.cost))
         chosen: list[Entry] = []
-        for one in found:
+        for one in candidates:
             if lacking <= 0:
                 break
             chosen.append(one)
@@ -592,9 +593,9 @@ class ModelTable:
         return chosen if lacking <= 0 else []
 
     def _trim(self, blocked: bool, batch_blocked: bool) -> None:
-        """Take back drains that nobody needs any more, and drain models if a model took more memory than
-        its estimate. ``blocked``: True if a request waits for room. ``batch_blocked``: True if models drain
-        for lines alone, which take no model that a request uses."""
+        """Cancel drains that are not needed any more, and drain models if a model took more memory than its
+        estimate. ``blocked``: True if a request waits for memory. ``batch_blocked``: True if models drain
+        only for lines. Lines never unload a model that a request uses."""
         excess = self.used - self._budget
         draining = [one for one in self.entries.values() if one.state is ModelState.DRAINING]
         excess -= sum(one.cost for one in draining)
@@ -605,11 +606,11 @@ class ModelTable:
                 excess, lambda one: one.since < newest or _in_background(one)
             )
             for victim in victims:
-                self._drain(victim, takes_back=False)
+                self._drain(victim, may_cancel_drain=False)
         elif not blocked:
             for one in draining:
                 needed = batch_blocked and not one.used
-                if one.takes_back and not needed and not one.ending and self.used <= self._budget:
+                if one.may_cancel_drain and not needed and not one.ending and self.used <= self._budget:
                     one.state = ModelState.UP
 
 

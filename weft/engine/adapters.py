@@ -49,7 +49,7 @@ class EngineAdapters:
         self._loading: dict[str, tuple[LoadAdapter, Future[AdapterFile]]] = {}
         """Adapters that a thread reads, by digest."""
         self._dropped: list[LoadAdapter] = []
-        self._bell = WakeupDescriptor()
+        self._wakeup = WakeupDescriptor()
         for name, folder in parse_modules(section.lora_modules).items() if self._takes else ():
             try:
                 self.digests[name] = self._load(name, folder)
@@ -78,7 +78,7 @@ class EngineAdapters:
             self._book.announce(digest, message.folder)
             future = self._model.prefetch(digest, message.folder, message.name)
             self._loading[digest] = message, future
-            future.add_done_callback(lambda _: self._bell.ring())
+            future.add_done_callback(lambda _: self._wakeup.ring())
         return None
 
     def finished(self) -> list[AdapterChanged]:
@@ -185,18 +185,18 @@ class EngineAdapters:
 
     def close(self) -> None:
         """Close the descriptor. Reads that run end by themselves."""
-        self._bell.close()
+        self._wakeup.close()
 
     # ---- AwaitedSource
 
     @property
     def sockets(self) -> Sequence[Any]:
         """Return the descriptor that a thread rings after a read."""
-        return (self._bell.descriptor,)
+        return (self._wakeup.descriptor,)
 
     def take(self, scheduler: object) -> list[TokenEvent]:
         """Return the events of sequences ended by ``lost``."""
-        self._bell.clear()
+        self._wakeup.clear()
         events, self._events = self._events, []
         return events
 

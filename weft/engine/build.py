@@ -106,7 +106,7 @@ class LoadedModel:
     progress: bool
     poison: bool
     weights: WeightsDigest | None
-    """Of the KV disk tier; None without a tier."""
+    """Digest of the weights, as computed for the KV disk tier; None without a tier."""
 
     def runner(self, kv: KVConfig | None = None) -> Runner:
         """Allocate all memory for steps, with the pools of ``kv`` (default: the rank's), and return the

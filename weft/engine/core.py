@@ -3,8 +3,8 @@
 The engine adds to the loop
 
     _agree    balance, overlap and the expert-parallel group set fields of each step before the freeze
-    _learn    seconds of encoding, times of communication
-    sources   grammars, transfers, ends of steps
+    _learn    records the seconds of encoding and the times of communication
+    sources   external input: grammars, transfers, ends of steps, adapters, weights, a KV tier
 """
 
 from __future__ import annotations
@@ -95,20 +95,20 @@ class EngineCore(EngineLoop[StepHandle]):
         """Decides before which steps experts move between ranks."""
         self.incarnation = secrets.randbits(64)
         """Random 64-bit number of the engine. Distinguishes restarts for the peers of transfers."""
-        # `make_transfers` needs the ranks, so the runner is loaded before.
         self.transfers = make_transfers(config, runner, self.incarnation, self._clock)
         self.embeddings = make_embeddings(config, runner, self.incarnation, self._clock)
         self._stages.follow(transfers.tally for transfers in self.all_transfers)
         self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
-        rings = config.transfer.role == "prefill" and config.device == "cpu" and self.expert_group is None
-        # A prefill group on a CPU handles transfers during a step.
-        self._bell = runner.bell or (WakeupDescriptor() if rings else None)
+        # A prefill group on a CPU handles transfers during a step, so the loop must not block in `read`.
+        sleeps = config.transfer.role == "prefill" and config.device == "cpu" and self.expert_group is None
+        self._wakeup = runner.wakeup or (WakeupDescriptor() if sleeps else None)
         self._kv_events = start_kv_events(config, self.scheduler)
         book = self.scheduler.adapters if isinstance(self.scheduler, Scheduler) else None
         self.adapters = EngineAdapters(config.lora, book, runner.runner.adapters)
         """LoRA adapters: loaded and dropped by messages of API servers."""
         # Complete before a server starts: a server reads `sockets` once.
-        self.sources = sources_of(self.grammars, self.transfers, self.embeddings, self._bell, self._kv_events)
+        parts = self.grammars, self.transfers, self.embeddings, self._wakeup, self._kv_events
+        self.sources = sources_of(*parts)
         if book is not None and config.lora.max_loras:
             self.sources.append(self.adapters)
         self.weights = self._make_weights()
@@ -144,7 +144,7 @@ class EngineCore(EngineLoop[StepHandle]):
         if not verified:
             return None
         places = zip(stats.drafts_accepted, stats.drafts, strict=True)
-        shares = ", ".join(f"{right / all_:.0%}" for right, all_ in places if all_)
+        shares = ", ".join(f"{right / count:.0%}" for right, count in places if count)
         return f"drafts: {accepted} of {verified} accepted; by position {shares}"
 
     @property
@@ -181,23 +181,23 @@ class EngineCore(EngineLoop[StepHandle]):
             self.adapters.lost(lambda digest: scheduler.fail_adapter(digest, error))
 
     def _make_weights(self) -> EngineWeights:
-        """Return the way of new weights: staged and used by messages of API servers."""
+        """Return the handler of new weights. API servers send the messages that stage and use the weights."""
         group, work = self.runner.weights, self._open_work
         forget = functools.partial(self.flush, FlushTier(disk=False))
-        parts = self.config, group, self.scheduler, self._drained, work, self._lose, forget, start_receiver
-        return EngineWeights(*parts, stepping=lambda: self._steps_together, held=lambda: self._held)
+        parts = self.config, group, self.scheduler, self._drain, work, self._lose, forget, start_receiver
+        return EngineWeights(*parts, stepping=lambda: self._steps_together, held=lambda: self._weights_differ)
 
     @property
-    def _held(self) -> bool:
-        """True if the replicas of the expert-parallel group may have weights of different versions."""
+    def _weights_differ(self) -> bool:
+        """True if replicas of the expert-parallel group may have different versions of the weights."""
         return self.expert_group is not None and self.expert_group.held(self.weights.version)
 
     @property
     def _steps_together(self) -> bool:
-        """True while the replicas of the expert-parallel group step with experts of each other."""
-        return self.expert_group is not None and self.expert_group.awake and not self._held
+        """True while the replicas of the expert-parallel group step together."""
+        return self.expert_group is not None and self.expert_group.awake and not self._weights_differ
 
-    def _drained(self) -> list[TokenEvent] | None:
+    def _drain(self) -> list[TokenEvent] | None:
         """Commit all steps in flight and return the events; None while the group recovers. Raises
         GroupLost."""
         if self.recovering:
@@ -210,7 +210,8 @@ class EngineCore(EngineLoop[StepHandle]):
     def _open_work(self) -> bool:
         """Return True while a sequence, a transfer or a copy of the KV tier is open.
 
-        Not ``transferring``: the tier's part of ``transferring`` has a deadline, and a copy reads the caches.
+        ``self.transferring`` does not serve here. Its part about the tier becomes False at a deadline, but a
+        copy may still read the caches then.
         """
         copying = self.tier is not None and self.tier.copying
         return self._unfinished() or super().transferring or copying
@@ -229,7 +230,7 @@ class EngineCore(EngineLoop[StepHandle]):
     def _plan(self, now: float) -> StepPlan | None:
         """See ``EngineLoop._plan``. No plan is made while the replicas of an expert-parallel group may have
         weights of different versions: a plan that was made must run."""
-        if self.expert_group is not None and self._held:
+        if self.expert_group is not None and self._weights_differ:
             self.expert_group.compare(self._unfinished(), self.weights.version)
             return None
         return super()._plan(now)
@@ -259,14 +260,16 @@ class EngineCore(EngineLoop[StepHandle]):
 
     def _sample(self, step: InFlight[StepHandle], masks: TokenMasks | None = None) -> None:
         super()._sample(step, masks)
-        bell, sampled = self._bell, step.handle.sampled
-        if bell is not None and bell is not self.runner.bell and sampled is not None:
-            sampled.add_done_callback(lambda _: bell.ring())
+        # A wake-up socket of the runner is signalled by the runner.
+        wakeup, sampled = self._wakeup, step.handle.sampled
+        if wakeup is not None and wakeup is not self.runner.wakeup and sampled is not None:
+            sampled.add_done_callback(lambda _: wakeup.ring())
 
     def _learn(self, handle: StepHandle, seconds: float) -> None:
         self._encode_seconds += handle.encode_seconds
-        unlike = handle.uncaptured or handle.encode_seconds > 0  # time not explained by the step's tokens
-        self.scheduler.observe(handle.plan, seconds, unlike)
+        # Encoding, like capture, takes time that the tokens of the step do not explain.
+        atypical = handle.uncaptured or handle.encode_seconds > 0
+        self.scheduler.observe(handle.plan, seconds, atypical)
         self.overlap.observe(handle.plan, handle.times)
 
     def stats(self) -> EngineStats:
@@ -280,19 +283,19 @@ class EngineCore(EngineLoop[StepHandle]):
             communication_hidden_seconds=self.overlap.hidden,
         )
 
-    def flush(self, asked: FlushTier) -> None:
-        """Empty the prefix cache, and remove records from the KV tier, if there is a tier. Running sequences
-        go on."""
-        # Prefixes first: the tier stores no block that is forgotten.
+    def flush(self, command: FlushTier) -> None:
+        """Empty the prefix cache, and remove the records that ``command`` names from the KV tier, if there is
+        a tier. Running sequences continue."""
+        # Prefixes first: otherwise the tier could store a block again.
         if isinstance(self.scheduler, Scheduler):
             self.scheduler.forget_prefixes()
         if self.tier is not None:
-            self.tier.flush(asked)
+            self.tier.flush(command)
 
     def welcome(self, incarnation: int) -> Welcome:
         """Return the ``Welcome`` message, a description of the engine for API servers.
 
-        ``incarnation`` is passed on.
+        ``incarnation``: the value of the field ``incarnation``.
         """
         kv = self.runner.kv
         return Welcome(
@@ -339,8 +342,8 @@ class EngineCore(EngineLoop[StepHandle]):
             except Exception as error:
                 log.warning("a step in flight failed while closing: %s", error)
         self.runner.close(leave=failed)
-        if self._bell is not None:
-            self._bell.close()
+        if self._wakeup is not None:
+            self._wakeup.close()
         if self.expert_group is not None:
             self.expert_group.close()
         self.adapters.close()

@@ -78,17 +78,17 @@ def _part(scheduler: MediaScheduler) -> TransferScheduler:
 class StepEnds:
     """The ``AwaitedSource`` of step ends, for engines that do not wait inside ``step``."""
 
-    def __init__(self, bell: WakeupDescriptor) -> None:
-        self._bell = bell
+    def __init__(self, wakeup: WakeupDescriptor) -> None:
+        self._wakeup = wakeup
 
     @property
     def sockets(self) -> Sequence[Any]:
         """Descriptor to poll while idle."""
-        return [self._bell.descriptor]
+        return [self._wakeup.descriptor]
 
     def take(self, scheduler: StepScheduler) -> list[TokenEvent]:
         """Reset the wake-up socket. The engine checks the steps, so there are no events."""
-        self._bell.clear()
+        self._wakeup.clear()
         return []
 
     def serve(self, scheduler: StepScheduler) -> list[TokenEvent]:
@@ -100,11 +100,11 @@ def sources_of(
     grammars: GrammarSource | None,
     transfers: EngineTransfers | None,
     embeddings: EngineTransfers | None,
-    bell: WakeupDescriptor | None,
+    wakeup: WakeupDescriptor | None,
     kv_events: KVEventSource | None = None,
 ) -> list[AwaitedSource]:
     """Return the sources of an engine, without the absent ones. The grammar source comes first."""
     of_images = None if embeddings is None else EmbeddingSource(embeddings)
-    of_steps = None if bell is None else StepEnds(bell)
+    of_steps = None if wakeup is None else StepEnds(wakeup)
     found = (grammars, transfers, of_images, of_steps, kv_events)
     return [source for source in found if source is not None]

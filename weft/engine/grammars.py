@@ -67,7 +67,7 @@ class GrammarSource:
         self._compiler: CompileService | None = None
         self._pending: dict[int, GrammarCompile] = {}
         """Sequence -> running compile."""
-        self._bell = -1
+        self._wakeup = -1
         self._lock = threading.Lock()
         self._closed = False
         self._rung = False
@@ -101,7 +101,7 @@ class GrammarSource:
         if self._rung:
             self._rung = False
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
+                os.eventfd_read(self._wakeup)
         if not self._pending:
             return []
         return [event for sequence in list(self._pending) for event in self._settle(sequence, scheduler)]
@@ -116,9 +116,9 @@ class GrammarSource:
         # Under the lock: `_ring` must not write to a closed descriptor.
         with self._lock:
             self._closed = True
-            bell, self._bell = self._bell, -1
-            if bell >= 0:
-                os.close(bell)
+            wakeup, self._wakeup = self._wakeup, -1
+            if wakeup >= 0:
+                os.close(wakeup)
         if self._compiler is not None:
             self._compiler.close()
 
@@ -145,15 +145,15 @@ class GrammarSource:
         return scheduler.constrain(sequence, matcher, self._compiler.end_ids)
 
     def _own_bell(self) -> int:
-        if self._bell < 0:
-            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        return self._bell
+        if self._wakeup < 0:
+            self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return self._wakeup
 
     def _ring(self) -> None:
         # A compile may end after `close`, when the descriptor number may belong to another file.
         with self._lock:
             if not self._closed:
-                os.eventfd_write(self._bell, 1)
+                os.eventfd_write(self._wakeup, 1)
                 self._rung = True
 
 

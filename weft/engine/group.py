@@ -2,15 +2,15 @@
 
     forward(plan)    digest, one frame to every rank, then the local Runner
     sample(handle)   masks of a constrained step as another frame to every rank
-    read(handle)     the local result, and every rank's outcome of the step before: a rank that failed, fell
-                     silent or sampled something else raises GroupLost
+    read(handle)     the local result, and every rank's outcome of the step before. Raises GroupLost if a rank
+                     failed, does not answer, or sampled other tokens
 
 The tokens of a step leave the engine before the outcomes of the other ranks are known. The outcomes are
 checked before the tokens of the next step leave. A group of one rank sends no frames and computes no digest.
 
-    the stepping thread      reads frames, sends, looks at leases
-    the carrier              blocking work: ends and starts processes, connects communicators
-    the watch                heartbeats, ended processes; aborts hung collectives
+    the stepping thread      sends and receives frames, reads and writes leases
+    the carrier thread       blocking work: ends and starts processes, connects communicators
+    the watch thread         heartbeats, ended processes; aborts hung collectives
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ log = get_logger(__name__)
 CLOSE_S = 30.0
 """Maximum seconds for ``close`` to wait for the formation of an epoch."""
 _TURN = 0.05
-"""Seconds of one wait for frames. Between two waits the thread checks for errors found by other threads."""
+"""Seconds of one wait for frames. Between two waits the thread checks for errors of other threads."""
 
 R = TypeVar("R")
 
@@ -80,9 +80,9 @@ class GroupExecutor:
     ) -> None:
         """Start the group and block until the first epoch runs.
 
-        ``load`` loads the local share of the model, after all ranks have said hello. ``links``: closed with
-        the group, also after a failed start. ``rank_timeout``: seconds, unit of all deadlines for ranks.
-        ``carrier``: thread for blocking work (default: a new thread).
+        ``load`` loads the local share of the model, after all ranks have connected. ``links``: closed with
+        the group, also after a failed start. ``rank_timeout``: seconds; all deadlines for ranks are multiples
+        of ``rank_timeout``. ``carrier``: thread for blocking work (default: a new thread).
 
         Raises ConfigError for a rank with another configuration, or unable to load the model. Raises
         GroupLost when a rank does not start.
@@ -100,11 +100,11 @@ class GroupExecutor:
         self._outbox: deque[t.SendFrame | t.Renew] = deque()
         """Frames and leases for the stepping thread to send."""
         self._inbox: deque[tuple[bytes, bytes]] = deque()
-        """Received frames, not handled yet. A frame stays here until handled, because an interrupt may
-        come.
+        """Received frames, not handled yet. A frame leaves after the handling, so that an interrupt loses no
+        frame.
         """
         self._actions: deque[t.Action] = deque()
-        """Decided actions, not executed yet. An action stays here, because an interrupt may come."""
+        """Decided actions, not executed yet. Kept here, so that an interrupt loses no action."""
         self._store: Any = None
         """Communicator store of the current epoch, referenced until the next epoch."""
         self.transfers: GroupTransfers | None = None
@@ -121,7 +121,8 @@ class GroupExecutor:
         links.resources.callback(links.mesh.close)
         self._watch: EngineWatch | None = None
         if links.heartbeats is not None:
-            self._watch = EngineWatch(links.heartbeats, rank_timeout, self._heard, self._looked)
+            handlers = self._on_heartbeat, self._on_watch_check
+            self._watch = EngineWatch(links.heartbeats, rank_timeout, *handlers)
             self._watch.start()
         try:
             self._start(load)
@@ -132,7 +133,7 @@ class GroupExecutor:
     def _start(self, load: Callable[[], Share]) -> None:
         """Load the local share and form the first epoch.
 
-        Sets ``_runner``, ``bell``, ``transfers`` and ``embeddings``. Blocks. Raises the errors of
+        Sets ``_runner``, ``wakeup``, ``transfers`` and ``embeddings``. Blocks. Raises the errors of
         ``__init__``.
         """
         members = self.membership
@@ -146,7 +147,7 @@ class GroupExecutor:
         # The smallest pool of all ranks counts: every rank must have the same block numbers.
         self._runner = share.runner(sized(share.kv, members.pools))
         self._links.resources.callback(self._runner.close)
-        self.bell: WakeupDescriptor | None = getattr(self._runner, "bell", None)
+        self.wakeup: WakeupDescriptor | None = getattr(self._runner, "wakeup", None)
         """Wake-up socket, signalled at the end of each step on the local rank; None where ``read`` blocks
         instead.
         """
@@ -156,15 +157,15 @@ class GroupExecutor:
         self.tier = make_group_tier(
             self._runner, members.members, self._send_ready, lambda: self._turn(0), self._links.channel
         )
-        own: RankWeights | None = getattr(self._runner, "weights", None)
-        if own is not None:
-            self.weights = GroupWeights(own, members.members, self._send_ready, self._choose, self._settled)
+        local: RankWeights | None = getattr(self._runner, "weights", None)
+        if local is not None:
+            self.weights = GroupWeights(local, members.members, self._send_ready, self._choose, self._settled)
         self._feed(t.Own("ready"))
         self._until(lambda: members.phase == "running")
 
     def _make_transfers(self, cache: f.Cache) -> GroupTransfers | None:
         """Return the transfers of all ranks for ``cache``, or None if the local runner has none."""
-        transfer, reports, own = moves(self._runner, cache)
+        transfer, reports, local_endpoint = moves(self._runner, cache)
         if transfer is None or reports is None:
             return None
         members = self.membership.members
@@ -172,13 +173,13 @@ class GroupExecutor:
 
         def endpoints() -> list[Endpoint | None]:
             others = [members[rank] for rank in numbers]
-            return [own, *(one.endpoint if cache == "kv" else one.embeddings for one in others)]
+            return [local_endpoint, *(one.endpoint if cache == "kv" else one.embeddings for one in others)]
 
         sockets = self._links.channel.sockets
         return GroupTransfers(transfer, reports, endpoints, numbers, self._send_ready, sockets, cache)
 
     def _choose(self, updates: tuple[WeightsUpdate, ...]) -> None:
-        """Let ranks that start from now on read ``updates``."""
+        """Make ranks that start from now on read the weights of ``updates``."""
         self._feed(t.WeightsChosen(updates))
 
     def _settled(self, reported: Callable[[], bool]) -> None:
@@ -235,18 +236,18 @@ class GroupExecutor:
         """Send the step to every rank and launch the local share. Return the handle of the step.
 
         Raises GroupLost. Raises EngineDead for a plan in conflict with the slot table; then no frame was
-        sent. Also handles arrived frames.
+        sent. Also handles received frames.
         """
         self._check()
         members = self.membership.members
         if members:
             digest = self._digest.take(plan)
-            # Handle arrived frames: a lost rank is then found before the launch.
+            # Handle received frames, to find a lost rank before the launch.
             self._turn(0)
             self._check()
             framed = self._pixels.framed(plan, members.values())
             epoch = self.membership.epoch
-            self._tell_all(f.StepFrame(step=plan.step, epoch=epoch, plan=framed, digest=digest))
+            self._broadcast(f.StepFrame(step=plan.step, epoch=epoch, plan=framed, digest=digest))
         return self._guard(lambda: self._runner.forward(plan))
 
     def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
@@ -257,10 +258,10 @@ class GroupExecutor:
         """
         if masks is not None and self.membership.members:
             self._check()
-            self._tell_all(f.LateMasks(step=handle.plan.step, epoch=self.membership.epoch, masks=masks))
+            self._broadcast(f.LateMasks(step=handle.plan.step, epoch=self.membership.epoch, masks=masks))
         self._guard(lambda: self._runner.sample(handle, masks))
 
-    def _tell_all(self, frame: f.StepFrame | f.LateMasks) -> None:
+    def _broadcast(self, frame: f.StepFrame | f.LateMasks) -> None:
         """Send ``frame`` to every other rank. Raises GroupLost if a rank has no connection."""
         data = f.encode(frame)
         for rank, member in self.membership.members.items():
@@ -271,7 +272,7 @@ class GroupExecutor:
         """Block until the step has ended on the local rank, and on all ranks the step ``membership.lag``
         steps earlier. Return the result, once.
 
-        A step without rows waits for all ranks where ``bell`` is None: no collective keeps the ranks
+        A step without rows waits for all ranks where ``wakeup`` is None: no collective keeps the ranks
         together, and transfers may then write the freed blocks. Raises GroupLost, also when a rank's checksum
         differs. After an interrupted wait the call can be repeated.
         """
@@ -285,7 +286,7 @@ class GroupExecutor:
         self._wait(lambda: self.membership.counts(step))
         self._pixels.settled(step - self.membership.lag)
         # An encode group (with a wake-up socket) receives nothing from other groups.
-        if not handle.plan.rows and self.bell is None:
+        if not handle.plan.rows and self.wakeup is None:
             self.settle()
         return self._results.pop(step)
 
@@ -323,7 +324,7 @@ class GroupExecutor:
         """
         until = self._clock.now() + wait
         while self.membership.phase != "running":
-            self._go_on()
+            self._resume_or_raise()
             if (left := until - self._clock.now()) <= 0:
                 return False
             self._turn(min(left, _TURN))
@@ -347,8 +348,9 @@ class GroupExecutor:
     def _end(self, dismiss: bool, leave: bool = False) -> None:
         """End all threads, connections and resources, however far the start has come.
 
-        ``dismiss``: the ranks end as well (``leave``: local ranks only). Others wait for an engine. Block for
-        up to ``CLOSE_S`` seconds while an epoch is being formed, then log a warning and go on.
+        ``dismiss``: the ranks end as well (``leave``: local ranks only). Ranks that do not end wait for
+        another engine. Blocks for up to ``CLOSE_S`` seconds while an epoch is being formed, then logs a
+        warning and continues.
         """
         self._feed(t.Close(dismiss, leave))
         until = self._clock.now() + CLOSE_S
@@ -376,13 +378,13 @@ class GroupExecutor:
     def _until(self, reached: Callable[[], bool]) -> None:
         """Handle frames until ``reached()`` is True. Blocks. Raises EngineDead once the group has failed."""
         while not reached():
-            self._go_on()
+            self._resume_or_raise()
             self._turn(_TURN)
 
-    def _go_on(self) -> None:
-        """Let the formation go on after another loss, and raise EngineDead once the group has failed.
+    def _resume_or_raise(self) -> None:
+        """Resume the formation of the group after another loss. Raises EngineDead once the group has failed.
 
-        The stepping thread waits for the group and has no steps in flight, so a lost epoch can be resumed at
+        The stepping thread waits for the group and has no steps in flight. So the formation can resume at
         once.
         """
         if (lost := self.membership.unresumed) is not None:
@@ -457,11 +459,11 @@ class GroupExecutor:
         """
         try:
             if peer is None:
-                raise PeerGone("it did not say hello")
+                raise PeerGone("the rank has not connected")
             self._links.channel.send(peer, data)
         except PeerGone:
             if rank is not None:
-                self._feed(t.Gone(rank, "it is not connected"))
+                self._feed(t.Gone(rank, "the rank is not connected"))
 
     # ---- any thread
 
@@ -480,12 +482,12 @@ class GroupExecutor:
                 elif isinstance(action, t.SendFrame | t.Renew):
                     self._outbox.append(action)
                 elif isinstance(action, t.TellEngine):
-                    self._tell_engine(action.frame)
+                    self._deliver_report(action.frame)
                 else:
-                    self._carried = self._carrier.submit(self._carry, action)
+                    self._carried = self._carrier.submit(self._run_blocking, action)
 
-    def _tell_engine(self, frame: f.ReportToEngine) -> None:
-        """Give a rank's report to the transfers, the KV tier, or the weights."""
+    def _deliver_report(self, frame: f.ReportToEngine) -> None:
+        """Pass the report of a rank to the transfers, the KV tier or the weights."""
         if isinstance(frame, WeightsReport):
             if self.weights is not None:
                 self.weights.report(frame)
@@ -499,21 +501,23 @@ class GroupExecutor:
             transfers.report(frame)
 
     def _abort(self) -> None:
+        """Abort the collectives of the group and of the expert-parallel group. Safe from any thread."""
         self._links.mesh.abort()
         if self._links.expert_group is not None:
             self._links.expert_group.abort()
 
     def _failed(self, epoch: int, error: Exception) -> None:
+        """Feed an ``error`` of the local rank in ``epoch`` to ``membership``."""
         self._feed(t.OwnFailure(epoch, known_error(error).message, isinstance(error, CommLost)))
 
     # ---- the watch's thread
 
-    def _heard(self, heartbeat: f.RankHeartbeat) -> f.RankHeartbeat:
+    def _on_heartbeat(self, heartbeat: f.RankHeartbeat) -> f.RankHeartbeat:
         """Feed a rank's heartbeat to ``membership`` and return the answer."""
         self._feed(t.FrameReceived(b"", heartbeat))
         return self.membership.heartbeat(heartbeat.peer)
 
-    def _looked(self) -> None:
+    def _on_watch_check(self) -> None:
         """Feed the ends of local processes and a check of the heartbeat deadlines to ``membership``."""
         processes = self._links.processes
         with self._lock:  # under the lock: a process replaced by the carrier must not be reported as dead
@@ -523,7 +527,7 @@ class GroupExecutor:
 
     # ---- blocking work, in the carrier's thread
 
-    def _carry(self, action: t.Spawn | t.Connect) -> None:
+    def _run_blocking(self, action: t.Spawn | t.Connect) -> None:
         """Execute a blocking action and feed the outcome (``Connected``, ``Spawned`` or an error).
 
         Never raises.

@@ -50,7 +50,7 @@ REPLAY_BYTES = 64 << 20
 REQUEST_BYTES = 4096
 """Maximum bytes of a frame from a router. zmq ends the connection of a router that sends more."""
 LOST_S = 60
-"""Seconds after which a router that takes nothing is disconnected, and its queue is freed."""
+"""Seconds after which a router that reads nothing is disconnected, and the queue of the router is freed."""
 WARN_S = 60.0
 """Seconds between two warnings about an address in use."""
 RETRY_MS = 1000
@@ -128,18 +128,18 @@ class EventForm:
         self._kind = kind
 
     def of(self, events: Sequence[BlockEvent]) -> list[Any]:
-        """Return the wire events of ``events``. Neighbouring removals become one event."""
-        made: list[Any] = []
+        """Return the wire events of ``events``. Consecutive removals become one event."""
+        wire: list[Any] = []
         for event in events:
             if isinstance(event, Stored):
-                made.append(self._of_stored(event))
+                wire.append(self._of_stored(event))
             elif isinstance(event, Cleared):
-                made.append(self._cleared())
-            elif made and isinstance(made[-1], BlockRemoved):
-                made[-1].block_hashes.append(short_hash(event.key))
+                wire.append(self._cleared())
+            elif wire and isinstance(wire[-1], BlockRemoved):
+                wire[-1].block_hashes.append(short_hash(event.key))
             else:
-                made.append(self._removed([short_hash(event.key)], MEDIUM, 0))
-        return made
+                wire.append(self._removed([short_hash(event.key)], MEDIUM, 0))
+        return wire
 
     def _of_stored(self, event: Stored) -> BlockStored:
         return self._stored(
@@ -177,10 +177,10 @@ class KVEventPublisher:
         self._kept_bytes = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._closing = False
-        self._bell = WakeupDescriptor()
+        self._wakeup = WakeupDescriptor()
         self._context = zmq.Context()
         self._dead = False
-        """True after the end of the thread: nobody takes batches from the queue."""
+        """True after the end of the thread: further batches would stay in the queue."""
         self._unbound: list[tuple[zmq.Socket[bytes], str]] = []
         """Sockets whose address another process still uses."""
         self._warned = time.monotonic()
@@ -205,32 +205,32 @@ class KVEventPublisher:
         """Send ``events`` as the next batch. Does nothing after the end of the thread."""
         if self._dead:
             return
-        # The number is given here, so a batch that the full queue drops leaves a gap that routers see.
+        # Number the batch before queueing: if the full queue drops a batch, routers see a gap in the numbers.
         self._queue.append((self._next, time.time(), events))
         self._next += 1
-        self._bell.ring()
+        self._wakeup.ring()
 
     def close(self) -> None:
         """Send the remaining batches and close the sockets. Idempotent."""
         self._closing = True
-        self._bell.ring()
+        self._wakeup.ring()
         self._thread.join(CLOSE_S)
 
     # ---- sockets, opened by the engine's thread, used by the publisher's thread
 
     def _socket(self, kind: int, most: int) -> zmq.Socket[bytes]:
         """Return a socket that queues at most ``most`` messages for one peer, and disconnects lost peers."""
-        made = self._context.socket(kind)
-        made.setsockopt(zmq.IPV6, 1)  # ``*`` then means IPv4 and IPv6
-        made.setsockopt(zmq.SNDHWM, most)
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.IPV6, 1)  # ``*`` then means IPv4 and IPv6
+        socket.setsockopt(zmq.SNDHWM, most)
         # TCP finds lost peers. Heartbeats of zmq would disconnect routers whose library has no heartbeats.
-        made.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        made.setsockopt(zmq.TCP_KEEPALIVE_IDLE, LOST_S // 2)
-        made.setsockopt(zmq.TCP_KEEPALIVE_INTVL, LOST_S // 6)
-        made.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-        made.setsockopt(zmq.TCP_MAXRT, LOST_S * 1000)
-        made.setsockopt(zmq.LINGER, round(CLOSE_S * 500))
-        return made
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, LOST_S // 2)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, LOST_S // 6)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+        socket.setsockopt(zmq.TCP_MAXRT, LOST_S * 1000)
+        socket.setsockopt(zmq.LINGER, round(CLOSE_S * 500))
+        return socket
 
     def _open(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         """Bind or connect the socket of events. Raises ConfigError."""
@@ -281,13 +281,13 @@ class KVEventPublisher:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._bell.descriptor, zmq.POLLIN)
+        poller.register(self._wakeup.descriptor, zmq.POLLIN)
         if self._replay is not None:
             poller.register(self._replay, zmq.POLLIN)
         try:
             while not self._closing:
                 poller.poll(RETRY_MS if self._unbound else None)
-                self._bell.clear()
+                self._wakeup.clear()
                 self._bind_again()
                 self._send_all()
                 self._answer_replay()
@@ -298,7 +298,7 @@ class KVEventPublisher:
             self._dead = True
             self._queue.clear()
             self._context.destroy()
-            self._bell.close()
+            self._wakeup.close()
 
     def _send_all(self) -> None:
         """Send all queued batches, and keep the batches for replay."""
@@ -366,8 +366,8 @@ class KVEventSource:
 
 
 def start_kv_events(config: EngineConfig, scheduler: StepScheduler) -> KVEventSource | None:
-    """Return the source of KV cache events of an engine; None if no events are requested, or if the engine
-    keeps no whole prefixes (logged).
+    """Return the source of KV cache events of an engine; None if no events are requested, or if no KV cache
+    group has all blocks of a prefix (logged).
 
     Raises ConfigError for an address that can't be used.
     """
@@ -376,7 +376,7 @@ def start_kv_events(config: EngineConfig, scheduler: StepScheduler) -> KVEventSo
         return None
     followed = scheduler.follow_prefixes()
     if followed is None:
-        log.warning("there are no KV cache events: this engine keeps no whole prefixes")
+        log.warning("no KV cache events: no KV cache group of this engine has all blocks of a prefix")
         return None
     prefixes, positions = followed
     latent = any(pool.cache.kind == "latent" for pool in config.kv.pools)

@@ -2,7 +2,7 @@
 
     launch    plan, freeze, forward, sample
     commit    read, commit, learn
-    _mask     of a constrained step: masks and sample, once all earlier steps have committed
+    _mask     for a constrained step: make the masks and sample, once all earlier steps have committed
 
 Each step in flight has one plan. The plan is immutable from ``freeze`` to ``commit``. With two steps in
 flight, step N + 1 is planned and launched before the tokens of step N are read:
@@ -13,8 +13,8 @@ flight, step N + 1 is planned and launched before the tokens of step N are read:
     launch N+2 (knows N) ────┘
 
 The clock and the executor are arguments. In an engine process the executor is the group of ranks
-(``weft.engine.group``) and the clock is the machine's. In the simulators the executor only takes virtual
-time. The module never imports torch.
+(``weft.engine.group``) and the clock is the machine's. In the simulators the executor computes nothing and
+only advances virtual time. The module never imports torch.
 
 Not thread-safe: one thread submits, steps and finishes.
 """
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 GRAMMAR_S = 60.0
-"""Maximum seconds that a sequence stays blocked on a grammar. The compiler's own deadline is well before."""
+"""Maximum seconds that a sequence stays blocked on a grammar. The deadline of the compiler is shorter."""
 STALLED_MS = 50
 """Maximum milliseconds of one wait on the sockets while the wake-up socket reports the end of the step."""
 RECOVERY_POLL = 0.05
@@ -128,7 +128,7 @@ class EngineLoop(Generic[H]):
         self._clock = clock
         self._depth = depth
         self._stages = StageTimes(spans, clock.now)
-        self._bell: WakeupDescriptor | None = None
+        self._wakeup: WakeupDescriptor | None = None
         """Wake-up socket for step ends. None: ``step`` blocks until the end of the step instead."""
         self._in_flight: deque[InFlight[H]] = deque()
         """Steps in flight, oldest first."""
@@ -278,19 +278,19 @@ class EngineLoop(Generic[H]):
             return self._serve_requests()
         took = self._clock.now() - lost_at
         self._lost_at = None
-        # `requeued` counts the sequences given up, too; the log line shows the two numbers apart.
+        # `requeued` includes the sequences that end here. The log line shows the two numbers apart.
         before = self.scheduler.stats().requeued
-        given_up = self.scheduler.requeue_all()
-        again = self.scheduler.stats().requeued - before - len(given_up)
+        ended = self.scheduler.requeue_all()
+        recomputed = self.scheduler.stats().requeued - before - len(ended)
         log.info(
             "the group recovered after %.1f s: %d sequences are recomputed, %d are given up",
             took,
-            again,
-            len(given_up),
+            recomputed,
+            len(ended),
         )
         for transfers in self.all_transfers:
             transfers.regain()
-        return self._recorded(given_up) + self._serve_requests()
+        return self._recorded(ended) + self._serve_requests()
 
     # ---- one step
 
@@ -310,7 +310,7 @@ class EngineLoop(Generic[H]):
             if self.due(launched):
                 # With a wake-up socket the caller sleeps on `sockets`. Without a wake-up socket `commit`
                 # blocks here.
-                self._stalled = self._bell is not None and not self.runner.done(self._in_flight[0].handle)
+                self._stalled = self._wakeup is not None and not self.runner.done(self._in_flight[0].handle)
                 if self._stalled:
                     self.runner.check()
                 else:
@@ -328,9 +328,9 @@ class EngineLoop(Generic[H]):
         Return True if a step was launched.
         """
         if self._launching:
-            raise EngineDead("a step was interrupted, and the engine can't go on")
+            raise EngineDead("a step was interrupted, and the engine cannot continue")
         self._mask()
-        # Before the launch only full after an interrupt cut the last wait short: then read first.
+        # Full here only after an interrupt ended the last wait early. Then the oldest step is read first.
         if len(self._in_flight) >= self._depth:
             return False
         self._launching = True
@@ -421,5 +421,5 @@ class EngineLoop(Generic[H]):
         events += self._serve_requests()
 
     def _learn(self, handle: H, seconds: float) -> None:
-        """Let the scheduler learn from the ``seconds`` of a committed step."""
+        """Report the device ``seconds`` of a committed step to the policies of the scheduler."""
         self.scheduler.observe(handle.plan, seconds)

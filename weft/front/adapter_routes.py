@@ -50,7 +50,7 @@ def add_adapters(app: FastAPI, front: Front) -> None:
 
     @app.post("/v1/load_lora_adapter", openapi_extra=openapi.answers_of(LoadLoraRequest, Done))
     async def load(request: Request) -> Response:
-        """Load a LoRA adapter on all engine processes. The answer comes when all have loaded the adapter."""
+        """Load a LoRA adapter on all engine processes. The answer comes when the adapter is loaded on all."""
         chosen = _with_adapters(front)
         _check_allowed(chosen)
         asked = await read_body(front, request, LoadLoraRequest)
@@ -76,7 +76,10 @@ def _with_adapters(front: Front) -> Front:
         return front
     able = [one for one in front.several.fronts if one.config.lora.max_loras]
     if len(able) != 1:
-        raise InvalidRequest(f"{len(able)} of the loaded models take LoRA adapters, and this route needs one")
+        raise InvalidRequest(
+            f"{len(able)} of the loaded models take LoRA adapters, and this route needs exactly one such "
+            "model: load or unload models first"
+        )
     return able[0]
 
 

@@ -127,7 +127,7 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     starts: int = 0
     """Number of processes that were started under the name so far."""
     failure: str = ""
-    """How the last process was lost that nobody had ordered to end; "" if there was none."""
+    """Reason of the last unexpected end of a process; "" without such an end."""
 
 
 class GroupList(msgspec.Struct, kw_only=True):
@@ -202,8 +202,8 @@ def add_admin(app: FastAPI, front: Front) -> None:
         able = [one for one in fronts if one.config.runner.profile_dir is not None]
         if not able:
             raise InvalidRequest("profiles need a directory: start the server with --profile-dir DIR")
-        told = sum(one.links.profile(asked.seconds) for one in able)
-        return Response(to_json(Done(status=f"requested from {told} engines")), media_type=JSON)
+        count = sum(one.links.profile(asked.seconds) for one in able)
+        return Response(to_json(Done(status=f"requested from {count} engines")), media_type=JSON)
 
     _add_groups(app, front)
 

@@ -1,4 +1,4 @@
-"""The HTTP port of a group that runs alone: probes, records, metrics and the order to drain."""
+"""HTTP server of a group that runs alone (``weft engine``): probes, records, metrics and /drain."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ class EnginePort:
     """An HTTP server in a thread of its own. Answers while the engines load and while they drain."""
 
     def __init__(self, server: HostView, model: str, host: str, port: int, key: str | None) -> None:
-        """Start to listen. ``key``: admin keys for /drain, separated by commas; without a
-        key, /drain refuses. Raise ConfigError
-        for an address that cannot be used."""
+        """Start listening. ``key``: admin keys for /drain, separated by commas; without a key, /drain
+        refuses. Raise ConfigError for an address that cannot be used."""
         self._server, self._model = server, model
         self._keys = ApiKeys(one.strip() for one in (key or "").split(",") if one.strip())
         listener = bind(host, port)
@@ -51,7 +50,7 @@ class EnginePort:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop to listen. Waits up to ``_ENDS_S`` seconds for open answers."""
+        """Stop listening. Waits up to ``_ENDS_S`` seconds for open answers."""
         self._http.should_exit = True
         self._thread.join(_ENDS_S)
 

@@ -88,9 +88,9 @@ def serve(
 
     A signal before the server is ready ends the server at once, with status 128 plus the signal's number. A
     failed start returns 1. ``owner`` owns the engine processes. Without ``supervisor`` the engine processes
-    belong to this server, and have been told to stop, or are dead, at the return. With ``supervisor`` the
-    engine processes are shared with other API servers and live on; signals are ignored, and the port is
-    shared. Call from the main thread. ``signals.STOPS`` are handled here and ignored after the return,
+    belong to this server. At the return they are dead, or have the order to stop. With ``supervisor`` the
+    engine processes and the port are shared with other API servers: the engine processes stay, and signals
+    are ignored. Call from the main thread. ``signals.STOPS`` are handled here and ignored after the return,
     because only the end of the process follows. ``listener``: socket that listens already; None to bind the
     port here. ``on_ready``: called once, when this server answers requests. Raises ConfigError for an
     unusable port, tokenizer or TLS file.

@@ -42,7 +42,7 @@ def _health(front: Front) -> tuple[str, int]:
     if front.lifecycle.phase is Phase.STARTING:
         return "starting", 503
     table = front.links.fleet.table
-    # Nothing that is wanted is missing where the operator has scaled a role to zero.
+    # A role that the operator has scaled to zero is not missing.
     if front.links.whole or (vacant(table) and all(one.alive for one in table.wanted if not one.fresh)):
         return "alive", 200
     # Engine processes that share experts work together or not at all.

@@ -90,7 +90,7 @@ def card_named(front: Front, model: str, client: int) -> ModelCard:
 
 
 def statuses(front: Front) -> list[ModelStatus]:
-    """Return the state of all models. A server of one model has one, always loaded and pinned."""
+    """Return the state of all models. The model of a server of one model is always loaded and pinned."""
     if front.several is not None:
         return front.several.listed()
     config = front.config
@@ -108,7 +108,7 @@ def statuses(front: Front) -> list[ModelStatus]:
 
 
 async def load_model(front: Front, model: str) -> ModelStatus:
-    """Load a model, and return its state when it is loaded. Raises WeftError."""
+    """Load a model, and return the state of the loaded model. Raises WeftError."""
     if front.several is not None:
         return await front.several.load(model)
     front.check_model(model)
@@ -169,7 +169,7 @@ def add_models(app: FastAPI, front: Front) -> None:
 
     @app.post("/admin/models/pin", openapi_extra=openapi.answers_of(PinModelRequest, ModelStatus))
     async def pin(request: Request) -> Response:
-        """Pin a model: neither time nor another model unloads the model. Or take the pin back."""
+        """Pin or unpin a model. Neither an idle time nor the load of another model unloads a pinned model."""
         asked = await read_body(front, request, PinModelRequest)
         return _json(await pin_model(front, asked.model, asked.pinned))
 

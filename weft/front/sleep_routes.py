@@ -44,7 +44,8 @@ def add_sleep_routes(app: FastAPI, front: Front) -> None:
             model.weights.check_sleep(level)
             if level > 1 and (front.section.fronts > 1 or model.owner.shared):
                 raise InvalidRequest(
-                    "level 2 needs engines of one API server: use level 1, or start without --fronts",
+                    "level 2 is not supported when several API servers share the engines: use level 1, or "
+                    "start one API server (without --fronts)",
                     param="level",
                 )
         await front.pausing.sleep(mode, level, front.section.request_timeout)
@@ -57,8 +58,8 @@ def add_sleep_routes(app: FastAPI, front: Front) -> None:
         """End a sleep. Waiting requests begin, and held requests continue.
 
         ``?tags=weights`` or ``?tags=kv_cache`` wakes one part, for an update between both. The server serves
-        after the last part. Without an update of all weights since a sleep of level 2, the weights of before
-        are read again with the last part.
+        after the last part. After a sleep of level 2 without an update of all weights, the last part also
+        reads the weights from before the sleep.
         """
         parts = _tags(request)
         if set(front.pausing.state.asleep) <= set(parts):
@@ -79,7 +80,7 @@ def _asked(request: Request) -> tuple[int, PauseMode]:
     given = dict(request.query_params)
     level, mode = given.pop("level", "1"), given.pop("mode", "abort")
     if given:
-        raise InvalidRequest("the parameters are level and mode", param=next(iter(given)))
+        raise InvalidRequest("/sleep takes only the query parameters level and mode", param=next(iter(given)))
     if level not in ("1", "2"):
         raise InvalidRequest("level must be 1 or 2; POST /pause keeps all memory", param="level")
     if mode not in get_args(PauseMode):
@@ -91,7 +92,7 @@ def _tags(request: Request) -> tuple[str, ...]:
     """Return the parts of the query of /wake_up; all parts without tags. Raises InvalidRequest."""
     given = request.query_params.multi_items()
     if any(key != "tags" for key, _ in given) or len(given) > MOST_TAGS:
-        raise InvalidRequest("the only parameter is tags")
+        raise InvalidRequest(f"/wake_up takes only the query parameter tags, at most {MOST_TAGS} times")
     tags = [tag for _, value in given for tag in value.split(",")]
     check_parts(tags)
     return tuple(tags) or PARTS

@@ -32,11 +32,11 @@ class FlushRequest(Body, frozen=True, kw_only=True):
     """With ``session``: the header Authorization of the session's requests; "" if they send none."""
 
     def check(self) -> None:
-        """Raise InvalidRequest unless exactly one thing is asked for."""
+        """Raise InvalidRequest unless exactly one of ``all``, ``salt`` and ``session`` is set."""
         if self.all + (self.salt is not None) + (self.session is not None) != 1:
             raise InvalidRequest('give exactly one of "all": true, salt and session', param="all")
         if self.authorization and self.session is None:
-            raise InvalidRequest("authorization belongs to session", param="authorization")
+            raise InvalidRequest("authorization has an effect with session only", param="authorization")
 
 
 def add_tier_routes(app: FastAPI, front: Front) -> None:

@@ -58,7 +58,7 @@ def add_training_routes(app: FastAPI, front: Front) -> None:
 
     @app.post("/pause", openapi_extra=openapi.returns(Done, 400, 503, 504))
     async def pause(request: Request) -> Response:
-        """Stop to generate tokens until /resume. New requests wait meanwhile.
+        """Generate no tokens until /resume. New requests wait until then.
 
         ``?mode=abort`` (default) ends the requests of the server with finish reason "abort". ``wait`` lets
         begun requests finish. ``keep`` holds begun requests: they continue after /resume with the same
@@ -106,7 +106,9 @@ def _asked(request: Request) -> tuple[PauseMode, bool]:
     given = dict(request.query_params)
     mode, clear = given.pop("mode", "abort"), given.pop("clear_cache", "true").lower()
     if given:
-        raise InvalidRequest("the parameters are mode and clear_cache", param=next(iter(given)))
+        raise InvalidRequest(
+            "/pause takes only the query parameters mode and clear_cache", param=next(iter(given))
+        )
     if mode not in get_args(PauseMode):
         raise InvalidRequest("mode must be abort, wait or keep", param="mode")
     if clear not in ("true", "false", "1", "0"):
@@ -129,9 +131,9 @@ async def _reset(all_links: Sequence[Links], disk: bool) -> int:
 async def reset_prefixes(links: Links, disk: bool) -> int:
     """Empty the prefix caches of the engine processes of one model, and return the number of blocks.
 
-    An engine process that starts again meanwhile has an empty cache, and counts no blocks. Raises Unavailable
-    if an engine process does not answer in ``ANSWER_S`` seconds, or is of a release without resets, and
-    EngineDead.
+    An engine process that restarts during the call has an empty cache, and counts no blocks. Raises
+    Unavailable if an engine process does not answer in ``ANSWER_S`` seconds, or runs an earlier release that
+    cannot empty its cache. Raises EngineDead.
     """
     await links.stats(ANSWER_S)
     before = {one.name: one.stats for one in links.instances if _computes(one)}
@@ -156,5 +158,8 @@ def _computes(instance: Instance) -> bool:
     if not instance.alive or instance.role == "encode":
         return False
     if instance.welcome is None or (common_version(instance.welcome.versions) or 0) < TIER_SINCE:
-        raise Unavailable(f"the engine {instance.name} is of a release without resets; restart the engine")
+        raise Unavailable(
+            f"the engine {instance.name} runs an earlier release, which cannot empty its prefix cache; "
+            "restart the engine with the release of this server"
+        )
     return True

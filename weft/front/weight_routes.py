@@ -25,9 +25,9 @@ MOST_LABEL = 256
 """Maximum characters of a label."""
 MOST_PATH = 4096
 ABORT_S = 2.0
-"""Maximum seconds until requests end that ``--on-update abort`` aborts."""
+"""Maximum seconds to wait for the end of requests that ``--on-update abort`` aborts."""
 CARRY_S = 1200.0
-"""Maximum seconds until the API server that carries out an update has answered another."""
+"""Maximum seconds of one call from another API server to the API server that carries out updates."""
 BACKENDS = ("file", "shm")
 """Backends without a set-up."""
 GROUPS = ("gloo", "nccl", "ipc")
@@ -80,13 +80,13 @@ class VersionRequest(Body, frozen=True, kw_only=True):
     new_version: str
 
 
-class Said(msgspec.Struct, kw_only=True):
+class UpdateAnswer(msgspec.Struct, kw_only=True):
     """Answer of the routes of an update."""
 
     message: str
 
 
-class Named(msgspec.Struct, kw_only=True):
+class VersionAnswer(msgspec.Struct, kw_only=True):
     """Answer of POST /update_weight_version."""
 
     success: bool
@@ -159,43 +159,43 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
         front.siblings.carry = lambda call: _carried(front, call)
         front.siblings.leave = lambda model: _end_all(front, model)
 
-    @app.post("/init_weight_transfer_engine", openapi_extra=openapi.answers_of(InitRequest, Said))
+    @app.post("/init_weight_transfer_engine", openapi_extra=openapi.answers_of(InitRequest, UpdateAnswer))
     async def init(request: Request) -> Response:
-        """Check the way of new weights. Files and shared memory need no set-up. Every rank joins the group of
-        a trainer that broadcasts; the answer comes when the group is formed.
+        """Set up the transport of new weights. Files and shared memory need no set-up. If a trainer
+        broadcasts, every rank joins the group of the trainer. The answer comes when the group is formed.
         """
         await _carry(front, request, await read_body(front, request, InitRequest))
-        return _json(Said(message="Weight transfer initialized"))
+        return _json(UpdateAnswer(message="Weight transfer initialized"))
 
-    @app.post("/start_weight_update", openapi_extra=openapi.answers_of(StartRequest, Said))
+    @app.post("/start_weight_update", openapi_extra=openapi.answers_of(StartRequest, UpdateAnswer))
     async def start(request: Request) -> Response:
         """Begin an update. Replaces an update that was not finished."""
         await _carry(front, request, await _body(front, request, StartRequest))
-        return _json(Said(message="Weight update started"))
+        return _json(UpdateAnswer(message="Weight update started"))
 
-    @app.post("/update_weights", openapi_extra=openapi.answers_of(UpdateRequest, Said))
+    @app.post("/update_weights", openapi_extra=openapi.answers_of(UpdateRequest, UpdateAnswer))
     async def update(request: Request) -> Response:
         """Add a source of tensors to the update. Engines read files when the update is finished. Broadcasts
         are received now: the answer comes when all ranks have the tensors.
         """
         await _carry(front, request, await read_body(front, request, UpdateRequest))
-        return _json(Said(message="Weights updated"))
+        return _json(UpdateAnswer(message="Weights updated"))
 
-    @app.post("/finish_weight_update", openapi_extra=openapi.answers_of(FinishRequest, Said))
+    @app.post("/finish_weight_update", openapi_extra=openapi.answers_of(FinishRequest, UpdateAnswer))
     async def finish(request: Request) -> Response:
         """Read all sources on all engine processes, then change the weights between two steps.
 
         400 names a tensor that does not fit; the old weights then stay.
         """
         await _carry(front, request, await _body(front, request, FinishRequest))
-        return _json(Said(message="Weight update finished"))
+        return _json(UpdateAnswer(message="Weight update finished"))
 
-    @app.post("/update_weight_version", openapi_extra=openapi.answers_of(VersionRequest, Named))
+    @app.post("/update_weight_version", openapi_extra=openapi.answers_of(VersionRequest, VersionAnswer))
     async def rename(request: Request) -> Response:
         """Change the label of the weights in use."""
         asked = await read_body(front, request, VersionRequest)
         await _carry(front, request, asked)
-        return _json(Named(success=True, new_version=asked.new_version))
+        return _json(VersionAnswer(success=True, new_version=asked.new_version))
 
 
 # ---- the calls, on the API server that carries out the updates
@@ -258,7 +258,7 @@ _CALLS: dict[str, tuple[type[Body], Callable[[Front, Any], Awaitable[None]]]] = 
 
 
 async def _carry(front: Front, request: Request, asked: Body) -> None:
-    """Carry out a call on the API server that carries out updates. ``?model=`` stands for the field. Raises
+    """Carry out a call on the API server that carries out updates. ``?model=`` replaces an empty field. Raises
     the errors of the call, and Unavailable if the other API server does not answer."""
     if not getattr(asked, "model", "") and (model := request.query_params.get("model")):
         asked = msgspec.structs.replace(asked, model=model)
@@ -287,7 +287,8 @@ async def _carried(front: Front, call: str) -> bytes:
 async def _leave(front: Front, model: str) -> None:
     """End all requests of a model, at every API server, with the tokens so far. Waits at most ``ABORT_S`` for
     clients that do not read."""
-    name = chosen(front, model).names[0]  # another API server may have several models where this one has one
+    # The full name: an empty name is ambiguous at another API server with several loaded models.
+    name = chosen(front, model).names[0]
     others = [] if front.siblings is None else [front.siblings.tell_leave(name, 2 * ABORT_S)]
     await asyncio.gather(_end_all(front, name), *others)
 
@@ -310,7 +311,7 @@ def _add_facts(app: FastAPI, front: Front) -> None:
 
     @app.get("/get_world_size", openapi_extra=openapi.returns(WorldSize))
     async def get_world_size(request: Request) -> Response:
-        """Return the number of ranks of all groups; with ``?include_dp=false`` of one replica."""
+        """Return the number of ranks of all groups. ``?include_dp=false`` counts one replica only."""
         named = chosen(front, request.query_params.get("model", ""))
         one = request.query_params.get("include_dp", "true").lower() in ("false", "0")
         ranks = named.config.parallel.tensor_parallel_size if one else named.model.weights.ranks
@@ -325,7 +326,7 @@ def _add_facts(app: FastAPI, front: Front) -> None:
 
     @app.get("/weight_info", openapi_extra=openapi.returns(WeightInfo))
     async def weight_info(request: Request) -> Response:
-        """Return the label of the weights of new requests; with ``?model=`` of one of several models."""
+        """Return the label of the weights that new requests use. ``?model=`` names one of several models."""
         updates = _updates(front, request.query_params.get("model", ""))
         return _json(WeightInfo(weight_version=updates.label, version=updates.number))
 

@@ -93,12 +93,12 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _check_parts(path: Path, containers: list[Container]) -> None:
-    """Raise ConfigError for a part of a model under a name that does not tell the other parts."""
+    """Raise ConfigError for one of several parts if the other parts cannot be found by its name."""
     count = containers[0].metadata.get("split.count", 0)
     if isinstance(count, int) and count > 1 and count != len(containers):
         raise ConfigError(
-            f"{path.name} is one of {count} parts of a model, and its name does not tell the others: give "
-            f"the parts their names, NAME-00001-of-{count:05d}.gguf and so on",
+            f"{path.name} is one of {count} parts of a model, and the other parts were not found: rename the "
+            f"parts to NAME-00001-of-{count:05d}.gguf and so on",
             param="--model",
         )
 

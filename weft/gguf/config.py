@@ -118,12 +118,12 @@ def _bits(tensor: StoredTensor, heads: DeltaHeads | None) -> float:
 
 
 def _head_size(facts: ModelFacts, hidden: int) -> int:
-    """Return the size of a head. Raises ConfigError for values of another size, and for partial rotation."""
+    """Return the size of a head. Raises ConfigError for values of another size, and for partial RoPE."""
     size = facts.integer("attention.key_length", hidden // max(facts.heads, 1))
     if facts.integer("attention.value_length", size) != size:
         raise ConfigError("GGUF: keys and values of different sizes are not supported here", param="--model")
     if facts.integer("rope.dimension_count", size) != size:
-        raise ConfigError("GGUF: heads that are rotated in part are not supported here", param="--model")
+        raise ConfigError("GGUF: heads with partial RoPE are not supported here", param="--model")
     return size
 
 

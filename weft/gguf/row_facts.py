@@ -32,7 +32,7 @@ def head_size(facts: ModelFacts, *, partial: bool) -> Fields:
         share = {} if rotated == size else {"partial_rotary_factor": rotated / size}
         return {"head_dim": size, **share}
     if rotated != size:
-        raise ConfigError("GGUF: heads that are rotated in part are not supported here", param="--model")
+        raise ConfigError("GGUF: heads with partial RoPE are not supported here", param="--model")
     return {"head_dim": size}
 
 
@@ -128,7 +128,7 @@ def gemma4(facts: ModelFacts, tensors: Tensors) -> Fields:
         },
     }
     if facts.integer("rope.dimension_count_swa", made["head_dim"]) != made["head_dim"]:
-        raise ConfigError("GGUF: window layers that are rotated in part are not supported", param="--model")
+        raise ConfigError("GGUF: window layers with partial RoPE are not supported", param="--model")
     if not equal and len(set(kv_heads)) > 1:
         raise ConfigError("GGUF: gemma4 with own values needs equal numbers of KV heads", param="--model")
     if (table := tensors.get("per_layer_token_embd.weight")) is not None:
@@ -274,7 +274,7 @@ def phi3(facts: ModelFacts, tensors: Tensors) -> Fields:
 def granite(facts: ModelFacts, tensors: Tensors, *, rotated: bool = True) -> Fields:
     """Return the facts of Granite, dense and with experts. Raises ConfigError."""
     if rotated and not facts.flag("rope.scaling.finetuned", True):
-        raise ConfigError("GGUF: Granite without rotations is not supported here", param="--model")
+        raise ConfigError("GGUF: Granite without RoPE is not supported here", param="--model")
     made: Fields = {
         **biases(tensors, attention_bias="attn_q"),
         "embedding_multiplier": facts.number("embedding_scale", 1.0),

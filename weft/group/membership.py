@@ -5,11 +5,11 @@
         │                        ▼           ▼
         ╰── replaced ◄────────── lost ◄──────╯ ──► ended, past tries and budget
 
-gathering   every rank says hello, loads weights, gets pool sizes and allocates pools
+gathering   every rank connects (RankHello), loads weights, receives pool sizes and allocates pools
 meeting     only in an expert-parallel group: the engine processes agree on the number of the next epoch
 forming     all ranks connect communicators, with empty slots
 running     steps run; a step is settled when every rank has reported the same outcome
-lost        waits until the engine has dropped all steps (``Resume``), or until the own rank has loaded
+lost        waits until the engine has dropped all steps (``Resume``), or until the engine's rank has loaded
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Membership:
         self._liveness = Liveness(SILENT * rank_timeout)
         self._meeting = meeting
         self._own: t.Own = t.Own("started")
-        """Load stage of the own rank."""
+        """Load stage of the engine's rank."""
         self._stepping = False
         """True while the engine may have steps of the current or of the lost epoch."""
         self._connecting: int | None = None
@@ -127,19 +127,19 @@ class Membership:
 
     @property
     def own_stage(self) -> str:
-        """Load stage of the own rank: ``started``, ``loading``, ``loaded`` or ``ready``."""
+        """Load stage of the engine's rank: ``started``, ``loading``, ``loaded`` or ``ready``."""
         return self._own.stage
 
     def counts(self, step: int) -> bool:
         """Return True if the engine may commit ``step``.
 
-        The step must have ended on the own rank, and step ``step - lag`` must have ended on all ranks.
+        The step must have ended on the engine's rank, and step ``step - lag`` must have ended on all ranks.
         """
         return self.steps.own >= step and self.steps.settled(step - self.lag)
 
     @property
     def welcomed(self) -> bool:
-        """True if all ranks have said hello."""
+        """True if all ranks have connected."""
         return all(member.peer is not None for member in self.members.values())
 
     def heartbeat(self, peer: bytes) -> f.RankHeartbeat:
@@ -177,7 +177,8 @@ class Membership:
             case t.FrameReceived(peer, frame):
                 self._frame(peer, frame)
             case t.Read(heartbeats=False):
-                if self._now - self._read > COLLECTIVE * self._timeout / 2:  # the own process stood still
+                # After a long gap this process was suspended, and reports of ranks may be unread.
+                if self._now - self._read > COLLECTIVE * self._timeout / 2:
                     self.steps.extend(self._now)
                 self._read = self._now
                 # One overdue wait per event: the handler may change all other deadlines.
@@ -249,9 +250,8 @@ class Membership:
                 member.ready, member.endpoint, member.embeddings = True, frame.endpoint, frame.embeddings
             case f.RankFailed(rank=rank, epoch=epoch, error=error) if epoch < 0:
                 self._lose(GroupLost(rank, error.message, refused=error.blame == "client"))
-            case (
-                f.TransferReport() | f.TransferStopped() | BlocksCopied() | WeightsReport()
-            ):  # these outlive epochs
+            # Transfers, copies and updates of weights outlast epochs: the epoch of the frame does not matter.
+            case f.TransferReport() | f.TransferStopped() | BlocksCopied() | WeightsReport():
                 self._roster.actions.append(t.TellEngine(frame))
             case _ if frame.epoch != self.epoch:
                 pass
@@ -310,6 +310,7 @@ class Membership:
             self._lose(GroupLost(rank, how))
 
     def _compare(self, other: tuple[int, int] | None) -> None:
+        """Lose the epoch if a rank sampled other tokens. ``other``: (rank, step), from ``Steps.take``."""
         if other is not None:
             rank, step = other
             self._lose(GroupLost(rank, f"it sampled other tokens in step {step} than the engine"))
@@ -344,9 +345,9 @@ class Membership:
                 self._connect(answer)
 
     def _advance_own(self, own: t.Own) -> None:
-        """Note the load stage of the own rank.
+        """Record the load stage of the engine's rank.
 
-        "started" starts all local ranks. A delayed new attempt begins as soon as the own rank is free.
+        "started" starts all local ranks. A delayed attempt begins as soon as the engine's rank is not busy.
         """
         self._own = own
         if own.stage == "started":
@@ -373,7 +374,7 @@ class Membership:
 
         Sets ``lost``. Does nothing in phases ``lost`` and ``ended``.
 
-        The next attempt begins at once unless the engine still has steps or the own rank is busy.
+        The next attempt begins at once unless the engine still has steps or the engine's rank is busy.
         """
         if self.phase in ("lost", "ended"):
             return
@@ -427,6 +428,7 @@ class Membership:
         self._liveness.forget(rank)
 
     def _end_epoch(self) -> None:
+        """Abort the communicators of all ranks. Sends ``Abort`` once per epoch."""
         self._roster.actions.append(t.Abort())
         if self.aborted < self.epoch:
             self.aborted = self.epoch
@@ -441,7 +443,7 @@ class Membership:
     def _advance(self) -> None:
         """Move to the next phase when all ranks are ready for the next phase.
 
-        Ignored while the own rank connects.
+        Does nothing while the engine's rank connects.
         """
         members = self.members.values()
         if self._connecting is not None:
@@ -449,7 +451,7 @@ class Membership:
         if self.phase == "gathering" and self._own.stage == "ready":
             if any(not member.ready or member.starting for member in members):
                 return
-            # higher than the epoch of any rank under any earlier engine process
+            # Higher than the epoch of any rank under any earlier engine process.
             epoch = max(self.epoch, self._roster.seen) + 1
             if self.alone:
                 self.epoch = epoch
@@ -464,14 +466,14 @@ class Membership:
             self._run()
 
     def _connect(self, connect: t.Connect) -> None:
-        """Enter phase ``forming``: send ``Form`` to all ranks and connect the own rank."""
+        """Enter phase ``forming``: send ``Form`` to all ranks and connect the engine's rank."""
         self.phase, self.epoch = "forming", connect.epoch
         self.tries.fresh = self.tries.fresh and connect.epoch <= 0
         self._connecting = connect.epoch
         self.steps.clear()
         self._liveness.expect(self.members, self._now)
         for rank, member in self.members.items():
-            assert member.peer is not None, "all have said hello"
+            assert member.peer is not None, "all ranks have connected"
             form = f.Form(epoch=connect.epoch, store=connect.store, weights=self._weights)
             self._roster.actions.append(t.SendFrame(member.peer, form, rank))
         self._roster.actions.append(connect)

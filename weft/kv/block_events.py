@@ -85,7 +85,7 @@ class BlockEvents:
         self._events: list[BlockEvent] = []
 
     def added(self, key: bytes) -> None:
-        """Note a key added to the index. ``describe`` must follow before any other change."""
+        """Record a key added to the index. Call ``describe`` before any other change."""
         self._fresh.append(key)
 
     def removed(self, key: bytes) -> None:
@@ -121,7 +121,7 @@ class BlockEvents:
     def _entries_of(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the block number of each fresh key, in ascending order."""
         entry = len(hashes) // self._ratio
-        found: list[int] = []
+        entries: list[int] = []
         # The new blocks are almost always the last blocks, so the search begins at the end.
         for key in reversed(self._fresh):
             entry -= 1
@@ -129,8 +129,8 @@ class BlockEvents:
                 entry -= 1
             if entry < 0:
                 raise EngineDead("a block entered the prefix index without its sequence")
-            found.append(entry)
-        return found[::-1]
+            entries.append(entry)
+        return entries[::-1]
 
     def _stored(self, content: Content, hashes: Sequence[bytes], first: int, end: int) -> Stored:
         """Return the event of the blocks ``first`` .. end - 1."""
@@ -147,7 +147,7 @@ class BlockEvents:
         """Return the extra keys of the blocks ``first`` .. end - 1. Only the first block of a sequence has
         the salt and the adapter: all later hashes depend on the first."""
         images = media_keys(content.media, self._base) if content.media else {}
-        found: list[ExtraKeys | None] = []
+        extra: list[ExtraKeys | None] = []
         for entry in range(first, end):
             keys: list[str | tuple[str, int]] = []
             for number in range(entry * self._ratio, (entry + 1) * self._ratio):
@@ -156,8 +156,8 @@ class BlockEvents:
             if entry == 0:
                 keys += [key for key in (content.salt, content.adapter) if key]
             # An image in two base blocks of the block counts once.
-            found.append(tuple(dict.fromkeys(keys)) or None)
-        return found
+            extra.append(tuple(dict.fromkeys(keys)) or None)
+        return extra
 
 
 def _image(key: bytes, begin: int) -> tuple[str, int]:

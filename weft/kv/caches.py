@@ -181,34 +181,35 @@ class Caches:
         Among the groups with whole prefixes, the log follows the group with the smallest blocks. Other groups
         may have evicted more of a prefix, or lack a snapshot at the end of a prefix.
         """
-        keeps = [kind for kind in self._tabled if not kind.slides]
-        if not keeps:
+        complete = [kind for kind in self._tabled if not kind.slides]
+        if not complete:
             return None
-        finest = min(keeps, key=lambda kind: kind.block_size)
+        finest = min(complete, key=lambda kind: kind.block_size)
         self._log = finest.pool.follow()
         return self._log, finest.block_size
 
-    def keep(self, hashes: Sequence[bytes]) -> list[Sequence[bytes]]:
-        """Retain the cached blocks of a prefix: evicted after all others. Return the argument for ``unkeep``.
+    def retain(self, hashes: Sequence[bytes]) -> list[Sequence[bytes]]:
+        """Retain the cached blocks of a prefix: they are evicted after all other blocks. Return the argument
+        for ``end_retention``.
 
         Of recurrent states, only the last snapshot is retained.
         """
         names = [kind.names(hashes) for kind in self.kinds]
         for kind, each in zip(self.kinds, names, strict=True):
             for key in each:
-                kind.pool.keep(key)
+                kind.pool.retain(key)
         return names
 
-    def unkeep(self, names: Sequence[Sequence[bytes]]) -> None:
-        """Undo one ``keep``, which returned ``names``."""
+    def end_retention(self, names: Sequence[Sequence[bytes]]) -> None:
+        """Undo one ``retain``, which returned ``names``."""
         for kind, each in zip(self.kinds, names, strict=True):
             for key in each:
-                kind.pool.unkeep(key)
+                kind.pool.end_retention(key)
 
     def prefix_positions(self) -> int:
         """Return the number of positions in the smallest pool of whole prefixes; 0 without such a pool."""
-        keeps = [kind for kind in self._tabled if not kind.slides]
-        return min((kind.num_blocks * kind.block_size for kind in keeps), default=0)
+        complete = [kind for kind in self._tabled if not kind.slides]
+        return min((kind.num_blocks * kind.block_size for kind in complete), default=0)
 
     def num_pinned(self) -> int:
         """Return the number of pinned blocks of all groups."""

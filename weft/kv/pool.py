@@ -34,7 +34,7 @@ class BlockPool:
         self._free = list(range(num_blocks, 0, -1))  # the last is taken first
         self._cached: OrderedDict[int, None] = OrderedDict()  # LRU order, oldest first
         self._retained: OrderedDict[int, None] = OrderedDict()  # retained blocks, LRU order
-        self._keeps: dict[bytes, int] = {}  # content key -> number of retains
+        self._retains: dict[bytes, int] = {}  # content key -> number of retains
         self._references = [0] * (num_blocks + 1)
         self._key: list[bytes | None] = [None] * (num_blocks + 1)
         self._index: dict[bytes, int] = {}
@@ -95,36 +95,36 @@ class BlockPool:
             block, _ = (self._cached or self._retained).popitem(last=False)
             self._forget(block)
         else:
-            raise EngineDead("a block was taken from a pool that has none")
+            raise EngineDead("a block was taken from a pool without free blocks")
         self._references[block] = 1
         return block
 
     def share(self, block: int) -> None:
         """Add a reference to an inserted block. Raises EngineDead for a block outside the index."""
         if self._key[block] is None:
-            raise EngineDead("a block was shared that is not in the prefix index")
+            raise EngineDead("a block outside the prefix index was shared")
         if self._references[block] == 0:
             del self._place(block)[block]
         self._references[block] += 1
 
-    def keep(self, key: bytes) -> None:
+    def retain(self, key: bytes) -> None:
         """Retain content ``key``: the block is evicted after all other blocks. Needs no block with the
-        content. Each call needs one ``unkeep``."""
-        self._keeps[key] = self._keeps.get(key, 0) + 1
+        content. Each call needs one ``end_retention``."""
+        self._retains[key] = self._retains.get(key, 0) + 1
         block = self._index.get(key, NULL_BLOCK)
         if block in self._cached:
             del self._cached[block]
             self._retained[block] = None
 
-    def unkeep(self, key: bytes) -> None:
-        """Undo one ``keep``. After the last ``keep`` of ``key``, a block without references is the next to be
-        evicted.
+    def end_retention(self, key: bytes) -> None:
+        """Undo one ``retain``. After the last ``retain`` of ``key``, a block without references is the next
+        to be evicted.
 
-        Raises KeyError for a key without a ``keep``.
+        Raises KeyError for a key without a ``retain``.
         """
-        left = self._keeps.pop(key) - 1
+        left = self._retains.pop(key) - 1
         if left:
-            self._keeps[key] = left
+            self._retains[key] = left
             return
         block = self._index.get(key, NULL_BLOCK)
         if block in self._retained:
@@ -139,7 +139,7 @@ class BlockPool:
         block without references.
         """
         if self._references[block] == 0:
-            raise EngineDead("a block was inserted that has no references")
+            raise EngineDead("a block without references was inserted")
         if self._key[block] is None and key not in self._index:
             self._key[block] = key
             self._index[key] = block
@@ -183,7 +183,7 @@ class BlockPool:
     def pin(self, block: int) -> None:
         """Pin a block in use. Raises EngineDead for any other block."""
         if not self._references[block]:
-            raise EngineDead("a block was pinned that has no references")
+            raise EngineDead("a block without references was pinned")
         self._references[block] += 1
         self._pins[block] = self._pins.get(block, 0) + 1
 
@@ -191,7 +191,7 @@ class BlockPool:
         """Release one pin. Raises EngineDead if the block has none."""
         left = self._pins.pop(block, 0) - 1
         if left < 0:
-            raise EngineDead("a block was given back that is not pinned")
+            raise EngineDead("a block without a pin was unpinned")
         if left:
             self._pins[block] = left
         self._drop(block)
@@ -208,7 +208,7 @@ class BlockPool:
         """Forget all cached contents and all plans in flight. Only references by pins remain."""
         self._cached.clear()
         self._retained.clear()
-        self._keeps.clear()
+        self._retains.clear()
         self._index.clear()
         if self._log is not None:
             self._log.clear()
@@ -229,7 +229,7 @@ class BlockPool:
         EngineDead without a reference."""
         left = self._references[block] - 1
         if left < 0:
-            raise EngineDead("a block was released more often than it was held")
+            raise EngineDead("a block without references was released")
         self._references[block] = left
         if left == 0:
             if self._key[block] is None:
@@ -239,9 +239,10 @@ class BlockPool:
 
     def _place(self, block: int) -> OrderedDict[int, None]:
         """Return the LRU list of an inserted block without references."""
-        return self._retained if self._key[block] in self._keeps else self._cached
+        return self._retained if self._key[block] in self._retains else self._cached
 
     def _forget(self, block: int) -> None:
+        """Remove a block from the index, if the block is in the index."""
         key = self._key[block]
         if key is not None:
             del self._index[key]

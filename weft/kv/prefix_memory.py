@@ -14,6 +14,7 @@ from hashlib import blake2b
 BLOCK_COST = 256
 """Approximate bytes for the key of a block."""
 RECORD_COST = 1024
+"""Approximate bytes of a sequence without its ids and keys."""
 CANDIDATES = 8
 """Number of latest sequences per salt for a comparison from the first token on."""
 
@@ -61,8 +62,8 @@ class PrefixMemory:
 
         Prompts of other clients are never compared: salts hide prompts.
         """
-        found = self._by_first.get(self._first_of(tokens, client))
-        return found is not None and found.salt != salt
+        record = self._by_first.get(self._first_of(tokens, client))
+        return record is not None and record.salt != salt
 
     def nearest(self, root: bytes, tokens: array[int]) -> tuple[Remembered, int] | None:
         """Return (sequence, common leading tokens) of the closest of the latest sequences under ``root``, or
@@ -84,37 +85,37 @@ class PrefixMemory:
         computed = before.computed if before is not None else 0
         if before is not None:
             self._forget(before)
-        made = Remembered(sequence, salt, root, array("i", tokens), list(hashes), computed)
-        made.first = self._first_of(tokens, client)
-        made.cost = RECORD_COST + 4 * len(tokens) + BLOCK_COST * len(hashes)
-        self._supersede(made)
-        self._records[sequence] = made
-        self.bytes += made.cost
-        for key in made.hashes:
-            self._by_key[key] = made
-        self._by_root.setdefault(root, deque(maxlen=CANDIDATES)).append(made)
-        if made.first:
-            self._by_first[made.first] = made
+        record = Remembered(sequence, salt, root, array("i", tokens), list(hashes), computed)
+        record.first = self._first_of(tokens, client)
+        record.cost = RECORD_COST + 4 * len(tokens) + BLOCK_COST * len(hashes)
+        self._supersede(record)
+        self._records[sequence] = record
+        self.bytes += record.cost
+        for key in record.hashes:
+            self._by_key[key] = record
+        self._by_root.setdefault(root, deque(maxlen=CANDIDATES)).append(record)
+        if record.first:
+            self._by_first[record.first] = record
         while self.bytes > self._most and self._records:
             self._forget(next(iter(self._records.values())))
 
     def reached(self, sequence: int, computed: int) -> None:
         """Record the number of cached positions of a remembered sequence. Unknown sequences are ignored."""
-        found = self._records.get(sequence)
-        if found is not None:
-            found.computed = max(found.computed, computed)
+        record = self._records.get(sequence)
+        if record is not None:
+            record.computed = max(record.computed, computed)
 
-    def _supersede(self, made: Remembered) -> None:
-        """Forget the longest remembered prefix of ``made``, if its positions were computed, and take over the
-        number of computed positions."""
-        for depth in range(len(made.hashes), 0, -1):
-            found = self._by_key.get(made.hashes[depth - 1])
-            if found is None:
+    def _supersede(self, record: Remembered) -> None:
+        """Forget the longest remembered prefix of ``record``, if positions of the prefix were computed. Add
+        these positions to ``record.computed``."""
+        for depth in range(len(record.hashes), 0, -1):
+            prefix = self._by_key.get(record.hashes[depth - 1])
+            if prefix is None:
                 continue
-            # A sequence without computed positions may still run; explanations need the record meanwhile.
-            if len(found.hashes) == depth and found.computed:
-                made.computed = max(made.computed, min(found.computed, depth * self._block))
-                self._forget(found)
+            # A sequence without computed positions may still run; explanations need its record until then.
+            if len(prefix.hashes) == depth and prefix.computed:
+                record.computed = max(record.computed, min(prefix.computed, depth * self._block))
+                self._forget(prefix)
             return
 
     def _forget(self, record: Remembered) -> None:
@@ -125,7 +126,7 @@ class PrefixMemory:
             if self._by_key.get(key) is record:
                 del self._by_key[key]
         same = self._by_root.get(record.root)
-        if same is not None and record in same:  # else not among the latest
+        if same is not None and record in same:  # older records have left the bounded list
             same.remove(record)
             if not same:
                 del self._by_root[record.root]
@@ -142,8 +143,8 @@ class PrefixMemory:
 
 
 def _common(one: array[int], other: array[int], start: int) -> int:
-    """Return the first differing position from ``start`` on; the length of the shorter one if there is
-    none."""
+    """Return the first position from ``start`` on at which both arrays differ; the length of the shorter
+    array if there is no such position."""
     most = min(len(one), len(other))
     at = start
     while at < most:  # compare pieces of 256 as bytes

@@ -24,7 +24,8 @@ class TierKind:
         self._chunk = spec.cache.kind == "chunk"
         self._state = spec.cache.kind == "state"
         self.every = not (self._state or self._window)
-        """True if a shorter prefix needs a part of the same blocks."""
+        """True if a sequence needs every block of a prefix. Then a shorter prefix needs a part of the same
+        blocks."""
 
     def has(self, key: bytes) -> bool:
         """Return True if the pool has the block."""
@@ -50,25 +51,27 @@ class TierKind:
         end = min(limit // self._size, len(hashes) // self._ratio)
         if self._state:
             keys = self._keys(hashes, 0, end)
-            found = (number for number in range(end, 0, -1) if self._there(keys[number - 1], disk))
-            return next(found, 0) * self._size
+            ends = (number for number in range(end, 0, -1) if self._is_stored(keys[number - 1], disk))
+            return next(ends, 0) * self._size
         if not self._window:
             keys = self._keys(hashes, 0, end)
-            count = next((at for at, key in enumerate(keys) if not self._there(key, disk)), len(keys))
+            count = next((at for at, key in enumerate(keys) if not self._is_stored(key, disk)), len(keys))
             return count * self._size
         while end > 0:
             first = self._first_read(end * self._size)
             backwards = self._keys(hashes, first, end)[::-1]
-            found_ = next((at for at, key in enumerate(backwards) if not self._there(key, disk)), -1)
-            if found_ < 0:
+            missing = next((at for at, key in enumerate(backwards) if not self._is_stored(key, disk)), -1)
+            if missing < 0:
                 break
-            end -= found_ + 1  # all hits between read the missing block, too
+            end -= missing + 1  # all hits in between read the missing block, too
         return max(end, 0) * self._size
 
-    def _there(self, key: bytes, disk: Container[bytes]) -> bool:
+    def _is_stored(self, key: bytes, disk: Container[bytes]) -> bool:
+        """Return True if the pool or ``disk`` has the block."""
         return key in disk or self._pool.find(key) != NULL_BLOCK
 
     def _first_read(self, position: int) -> int:
+        """Return the index of the first block read by a token at ``position``."""
         if self._chunk:
             return (position - position % self._window) // self._size
         return max(0, position - self._window + 1) // self._size if self._window else 0

@@ -1,6 +1,6 @@
-"""The book of a KV tier: which blocks are stored, which copies are under way, and what to store next.
+"""The state of a KV tier: the stored blocks, the copies under way, and the blocks to store next.
 
-A tier never gives a sequence a block table. A tier brings blocks back into the pool: take a block, fill the
+A tier never assigns blocks to a sequence. A tier brings blocks back into the pool: take a block, fill the
 block, insert the block. So a loaded block is an ordinary prefix hit, a partial load is a shorter hit, and no
 token depends on the tier.
 
@@ -42,12 +42,12 @@ from weft.types.tiers import (
 )
 
 SHARE = 0.25
-"""Maximum share of each pool for blocks of copies under way. A disk that never answers costs this share."""
+"""Maximum share of each pool for blocks of copies under way. A disk that never answers occupies the share."""
 JOB_BYTES = 4 << 20
 """Bytes of one command that stores blocks, on a rank."""
 LOAD_BYTES = 16 << 20
-"""Bytes of one command that loads blocks, on a rank: four reads, of which three run beside the check of the
-read before. The rest of a load can be given up between two commands."""
+"""Bytes of one command that loads blocks, on a rank: four reads. Three of them run during the check of the
+previous read. A load can end early between two commands."""
 MOST_JOBS = 2
 """Maximum number of commands under way, for loads and for stores each."""
 MOST_WANTED = 1 << 16
@@ -56,8 +56,8 @@ MOST_GHOSTS = 1 << 16
 """Number of keys remembered for the second use."""
 STUCK_S = 10.0
 """Seconds after which a command without a report stops all further commands, until the report comes."""
-_SHOWN = {"evicted": "unwritten", "full": "slow_store", "slow": "slow_store", "skipped": "too_large"}
-"""Reason of a skipped block -> word in the explanation of a cache miss, if another word."""
+_MISS_REASONS = {"evicted": "unwritten", "full": "slow_store", "slow": "slow_store", "skipped": "too_large"}
+"""Reason of a skipped block -> reason in the explanation of a cache miss. Other reasons are the same."""
 PIN_S = 600.0
 """Seconds for which the pin of a copy excuses missing blocks."""
 
@@ -70,28 +70,30 @@ class TurnEnded(NamedTuple):
     prompt: int
     owner: Owner
     preempted: bool = False
-    """True if the sequence will go on: the blocks are certain to be used again."""
+    """True if the sequence will continue: the blocks are certain to be used again."""
 
 
 class Wanted(NamedTuple):
-    """Load these blocks. ``TierBook.room`` has returned at least their number."""
+    """Load the blocks ``entries``. ``TierBook.room`` has returned at least ``len(entries)``."""
 
     entries: Sequence[Entry]
 
 
 class Copied(NamedTuple):
-    """Every rank has reported the end of a command. ``outcomes``: the least of all ranks, for each block."""
+    """Every rank has reported the end of a command. ``outcomes``: for each block, the minimum
+    ``BlockOutcome`` of all ranks."""
 
     job: int
     outcomes: bytes
     nbytes: int = 0
     seconds: float = 0.0
     levels: bytes = b""
-    """Of stored blocks: the levels that every rank has stored each block in. b"": the disk."""
+    """For stored blocks: the set of levels in which every rank has stored the block, one byte per block. b""
+    means the disk."""
 
 
 class Changed(NamedTuple):
-    """Blocks came to a level, or left the level, without a command."""
+    """Blocks were added to a level, or removed from the level, without a command."""
 
     added: Sequence[Entry]
     gone: Sequence[Entry]
@@ -101,7 +103,7 @@ class Changed(NamedTuple):
 
 
 class Stopped(NamedTuple):
-    """The store is off for good."""
+    """The store is off, until the engine process ends."""
 
     why: str
 
@@ -111,7 +113,7 @@ class Lost(NamedTuple):
 
 
 class Flushed(NamedTuple):
-    """An operator empties the KV cache. Blocks in use stay, and are not stored."""
+    """An operator empties the KV cache. Blocks in use stay in use, and are not stored."""
 
 
 class TierTick(NamedTuple):
@@ -122,7 +124,7 @@ TierEvent = TurnEnded | Wanted | Copied | Changed | Stopped | Lost | Flushed | T
 
 
 class Resolved(NamedTuple):
-    """Loads of these blocks have ended, well or not."""
+    """The loads of the blocks ``entries`` have ended, with success or without."""
 
     entries: Sequence[Entry]
 
@@ -147,16 +149,16 @@ class _Job:
     """(KV cache group, block, key)."""
     nbytes: int
     place: int
-    """Of a load: place of the level in ``LEVELS``. One command loads from one level."""
+    """Index in ``LEVELS`` of the level to load from. One command loads from one level. Unused for stores."""
     due: float
     """Time after which the disk counts as stuck."""
     void: bool = False
-    """True if the caches were reset: the contents of the blocks are unknown. Of a load: also if an operator
-    has emptied the cache since."""
+    """True if the result must be ignored: the caches were reset, so the contents of the blocks are unknown.
+    For a load, also if an operator has emptied the cache since."""
 
 
 class TierBook:
-    """The states of all blocks with regard to one store. One rank's bytes count as the bytes of a block."""
+    """The states of all blocks with regard to one store. The size of a block is its bytes on one rank."""
 
     def __init__(
         self,
@@ -175,9 +177,9 @@ class TierBook:
         self._bytes = [pool.nbytes(dtype) // (pool.num_blocks + 1) for pool in kv.pools]
         self.mode, self._rate = mode, write_rate
         self._most = [max(1, int(SHARE * kind.num_blocks)) for kind in caches.kinds]
-        self._held = [0] * len(caches.kinds)
+        self._copying = [0] * len(caches.kinds)
         """Blocks of commands under way, for each KV cache group."""
-        self._there: list[dict[bytes, int]] = [{} for _ in caches.kinds]
+        self._levels_of: list[dict[bytes, int]] = [{} for _ in caches.kinds]
         """The levels that have each stored block, for each KV cache group."""
         self.blocks = [0] * len(LEVELS)
         """Number of blocks in each level."""
@@ -189,6 +191,7 @@ class TierBook:
         """Blocks to store, in order, with the reason. Not pinned: an evicted block is skipped."""
         self._reasons: dict[Entry, str] = {}
         self._ghosts: OrderedDict[Entry, None] = OrderedDict()
+        """Keys of blocks after the first use, oldest first. The second use stores the block."""
         self._jobs: dict[int, _Job] = {}
         self._number = 0
         self._allowed = 0.0
@@ -218,47 +221,50 @@ class TierBook:
             return "loading"
         if entry in self._storing:
             return "storing"
-        if key in self._there[kind]:
+        if key in self._levels_of[kind]:
             return "disk"
         return "resident" if self._caches.kinds[kind].pool.find(key) != NULL_BLOCK else ""
 
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:
-        """Return the longest prefix, at most ``limit``, that pool and store have together. In tokens."""
-        if self.off or not any(self._there):
+        """Return the longest prefix, at most ``limit``, whose blocks are all in the pool or in the store. In
+        tokens."""
+        if self.off or not any(self._levels_of):
             return self._caches.hit(hashes, limit)
-        each = zip(self.kinds, self._there, strict=True)
+        each = zip(self.kinds, self._levels_of, strict=True)
         return agreed([partial(kind.hit, hashes, disk) for kind, disk in each], limit)
 
     def missing(self, hashes: Sequence[bytes], reach: int) -> list[Entry]:
-        """Return the blocks that the pool lacks for a hit of ``reach``, in the order of loading.
+        """Return the blocks that the pool lacks for a hit of ``reach`` tokens, in the order of loading.
 
-        Windows and states come first: without them, no part of the other blocks can be used.
+        Blocks of windows and of states come first, because no shorter hit is possible without these blocks.
+        Then a partial load of the other blocks gives a shorter hit.
         """
-        found = list[Entry]()
-        for partial_ in (False, True):
+        missing = list[Entry]()
+        for every in (False, True):
             for number, kind in enumerate(self.kinds):
-                if kind.every is partial_:
-                    found += [(number, key) for key in kind.needed(hashes, reach) if not kind.has(key)]
-        return found
+                if kind.every is every:
+                    missing += [(number, key) for key in kind.needed(hashes, reach) if not kind.has(key)]
+        return missing
 
     def bytes_of(self, entries: Sequence[Entry]) -> int:
         """Return the bytes of blocks on one rank."""
         return sum(self._bytes[kind] for kind, _ in entries)
 
     def place_of(self, entry: Entry) -> int:
-        """Return the place in ``LEVELS`` of the quickest level with the block; of the slowest level for a
-        block that is in none."""
-        levels = self._there[entry[0]].get(entry[1], REMOTE)
+        """Return the index in ``LEVELS`` of the fastest level with the block; of the slowest level if no
+        level has the block."""
+        levels = self._levels_of[entry[0]].get(entry[1], REMOTE)
         return (levels & -levels).bit_length() - 1
 
     def room(self, entries: Sequence[Entry], promised: Sequence[int]) -> int:
-        """Return how many of the leading ``entries`` one command can load now; 0 while no command may start.
+        """Return the number of leading ``entries`` that one command can load now; 0 while no command may
+        start.
 
         ``promised``: blocks of each KV cache group that prefills in progress will take.
         """
         if self.off or sum(job.load for job in self._jobs.values()) >= MOST_JOBS:
             return 0
-        left = [most - held for most, held in zip(self._most, self._held, strict=True)]
+        left = [most - copying for most, copying in zip(self._most, self._copying, strict=True)]
         free = [kind.available() - take for kind, take in zip(self._caches.kinds, promised, strict=True)]
         room, count = LOAD_BYTES, 0
         for kind, _ in entries:
@@ -283,16 +289,16 @@ class TierBook:
         return any(job.due < now for job in self._jobs.values())
 
     def loads_from(self, job: int) -> int:
-        """Return the place in ``LEVELS`` of the level that the command ``job``, under way, loads from."""
+        """Return the index in ``LEVELS`` of the level from which the command ``job`` loads."""
         return self._jobs[job].place
 
     @property
     def loading_bytes(self) -> list[int]:
         """Bytes that commands under way load on each rank, of each level."""
-        found = [0] * len(LEVELS)
+        nbytes = [0] * len(LEVELS)
         for job in self._jobs.values():
-            found[job.place] += job.nbytes * job.load
-        return found
+            nbytes[job.place] += job.nbytes * job.load
+        return nbytes
 
     @property
     def busy(self) -> bool:
@@ -300,14 +306,14 @@ class TierBook:
         return bool(self._jobs or self._wanted)
 
     @property
-    def held(self) -> int:
+    def num_copying(self) -> int:
         """Number of blocks of commands under way, over all KV cache groups."""
-        return sum(self._held)
+        return sum(self._copying)
 
     @property
     def num_stored(self) -> int:
         """Number of blocks in the levels together."""
-        return sum(map(len, self._there))
+        return sum(map(len, self._levels_of))
 
     def why(self, entry: Entry) -> str:
         """Return why neither pool nor store has a block; "" if unknown.
@@ -363,35 +369,37 @@ class TierBook:
         return actions
 
     def _put(self, kind: int, key: bytes, levels: int) -> None:
-        """Note that ``levels`` have the block."""
-        before = self._there[kind].get(key, 0)
+        """Record that ``levels`` (bits, see ``weft.types.tiers``) have the block."""
+        before = self._levels_of[kind].get(key, 0)
         self._absent.pop((kind, key), None)
-        self._there[kind][key] = before | levels
+        self._levels_of[kind][key] = before | levels
         for place in range(len(LEVELS)):
             self.blocks[place] += (levels & ~before) >> place & 1
 
     def _remove(self, kind: int, key: bytes, levels: int = EVERY) -> None:
-        """Note that ``levels`` have the block no more."""
-        before = self._there[kind].pop(key, 0)
+        """Record that ``levels`` (bits) do not have the block any more."""
+        before = self._levels_of[kind].pop(key, 0)
         if before & ~levels:
-            self._there[kind][key] = before & ~levels
+            self._levels_of[kind][key] = before & ~levels
         elif before:
             self._explain((kind, key), "removed")
         for place in range(len(LEVELS)):
             self.blocks[place] -= (before & levels) >> place & 1
 
     def _clear(self, level: int) -> None:
-        """Note that a level, one of ``HOST``, ``DISK`` and ``REMOTE``, is off or does not answer: no block of
-        the level counts. A level may have a million blocks, and the step loop waits."""
-        for kind, there in enumerate(self._there):
-            lost = [key for key, levels in there.items() if levels == level]
-            self._there[kind] = {key: levels & ~level for key, levels in there.items() if levels != level}
+        """Remove all blocks of a level (``HOST``, ``DISK`` or ``REMOTE``) that is off or does not answer."""
+        # A level may have a million blocks, and the step loop waits: so new dicts instead of removals.
+        for kind, levels_of in enumerate(self._levels_of):
+            lost = [key for key, levels in levels_of.items() if levels == level]
+            self._levels_of[kind] = {
+                key: levels & ~level for key, levels in levels_of.items() if levels != level
+            }
             for key in lost[-MOST_GHOSTS:]:
                 self._explain((kind, key), "off")
         self.blocks[level.bit_length() - 1] = 0
 
     def _void(self, *, loads_only: bool = False) -> None:
-        """Let the results of commands under way not count."""
+        """Ignore the results of all commands under way, or only of loads."""
         for job in self._jobs.values():
             job.void |= job.load or not loads_only
 
@@ -408,16 +416,16 @@ class TierBook:
         session = bool(owner.session)
         if self.mode == "sessions" and not session:
             return
-        goes_on = session or preempted
-        lasts = self._continued(hashes, prompt) if goes_on else [set()] * len(self.kinds)
-        for number, (kind, last) in enumerate(zip(self.kinds, lasts, strict=True)):
+        continues = session or preempted
+        next_keys = self._continued(hashes, prompt) if continues else [set()] * len(self.kinds)
+        for number, (kind, keys) in enumerate(zip(self.kinds, next_keys, strict=True)):
             for key in kind.resident(hashes):
                 entry = (number, key)
-                if key in self._there[number] or entry in self._storing or entry in self._wanted:
+                if key in self._levels_of[number] or entry in self._storing or entry in self._wanted:
                     continue
                 if self.mode == "all":
                     reason = "all"
-                elif key in last:
+                elif key in keys:
                     reason = "session" if session else "preempted"
                 elif self.mode == "reused" and self._seen(entry):
                     reason = "reused"
@@ -430,12 +438,12 @@ class TierBook:
 
     def _continued(self, hashes: Sequence[bytes], prompt: int) -> list[set[bytes]]:
         """Return, for each KV cache group, the keys that a next turn of the session reads."""
-        found = [set[bytes]() for _ in self.kinds]
+        next_keys = [set[bytes]() for _ in self.kinds]
         for part in (hashes, hashes[:prompt]):
             reach = self._caches.hit(part, len(part) * self._base)
-            for kind, keys in zip(self.kinds, found, strict=True):
+            for kind, keys in zip(self.kinds, next_keys, strict=True):
                 keys.update(kind.needed(part, reach))
-        return found
+        return next_keys
 
     def _seen(self, entry: Entry) -> bool:
         """Return True if the key was seen before; else remember the key."""
@@ -448,6 +456,7 @@ class TierBook:
         return False
 
     def _load(self, entries: Sequence[Entry], now: float) -> CopyBlocks:
+        """Take and pin a block for each of ``entries``. Return the command that fills the blocks."""
         items = []
         for kind, key in entries:
             pool = self._caches.kinds[kind].pool
@@ -462,22 +471,22 @@ class TierBook:
         """Return commands to store waiting blocks, as far as the limits allow."""
         if not self._wanted or self.off or self.stalled(now):
             return []
-        made = list[TierAction]()
+        commands = list[TierAction]()
         while self._wanted and sum(not job.load for job in self._jobs.values()) < MOST_JOBS:
             items, owner = self._batch(now)
             if not items:
                 break
-            made.append(self._command(False, items, now, owner))
-        return made
+            commands.append(self._command(False, items, now, owner))
+        return commands
 
     def _batch(self, now: float) -> tuple[list[tuple[int, int, bytes]], Owner]:
         """Take the next blocks with the same owner from the waiting blocks, pin the blocks and return
         (blocks, owner). Half of the tier's share of a pool stays for loads."""
         room, items, owner = JOB_BYTES, list[tuple[int, int, bytes]](), Owner()
         self._refill(now)
-        held = list(self._held)
+        copying = list(self._copying)
         while self._wanted:
-            entry, (its, reason) = next(iter(self._wanted.items()))
+            entry, (entry_owner, reason) = next(iter(self._wanted.items()))
             kind, key = entry
             pool = self._caches.kinds[kind].pool
             block = pool.find(key)
@@ -486,16 +495,17 @@ class TierBook:
                 self._skip("evicted", entry)
                 continue
             size = self._bytes[kind]
-            full = held[kind] >= max(1, self._most[kind] // 2)
-            # The first block of a command may be larger than the command.
-            if full or (items and (its != owner or room < size)) or (self._rate and self._allowed < size):
+            full = copying[kind] >= max(1, self._most[kind] // 2)
+            # The first block of a command may have more than JOB_BYTES.
+            other_command = items and (entry_owner != owner or room < size)
+            if full or other_command or (self._rate and self._allowed < size):
                 break
             del self._wanted[entry]
-            owner, room = its, room - size
+            owner, room = entry_owner, room - size
             pool.share(block)
             self._pins.pin(kind, block, now + PIN_S)
             pool.release(block, -1)
-            held[kind] += 1
+            copying[kind] += 1
             self._storing.add(entry)
             self._reasons[entry] = reason
             items.append((kind, block, key))
@@ -513,9 +523,10 @@ class TierBook:
     def _command(
         self, load: bool, items: list[tuple[int, int, bytes]], now: float, owner: Owner = Owner()
     ) -> CopyBlocks:
+        """Register and return a command. ``items``: (KV cache group, block, key)."""
         self._number += 1
         for kind, _, _ in items:
-            self._held[kind] += 1
+            self._copying[kind] += 1
         nbytes = sum(self._bytes[kind] for kind, _, _ in items)
         place = self.place_of((items[0][0], items[0][2])) if load else 0
         self._jobs[self._number] = _Job(load, items, nbytes, place, now + STUCK_S)
@@ -529,11 +540,11 @@ class TierBook:
         levels = copied.levels or bytes([DISK]) * len(job.items)
         for (kind, block, key), outcome, stored in zip(job.items, copied.outcomes, levels, strict=True):
             entry, done = (kind, key), outcome == BlockOutcome.DONE
-            self._held[kind] -= 1
+            self._copying[kind] -= 1
             if job.load:
                 self._loading.discard(entry)
                 self.loaded[job.place] += done
-                self._landed(entry, block, BlockOutcome(outcome), job.void)
+                self._insert_loaded(entry, block, BlockOutcome(outcome), job.void)
             else:
                 self._storing.discard(entry)
                 reason = self._reasons.pop(entry, "all")
@@ -551,12 +562,12 @@ class TierBook:
             self._pins.unpin(kind, block)
         if job.load:
             yield Resolved([(kind, key) for kind, _, key in job.items])
-        # The store of one rank is off, for the life of the rank's process: no block is complete without the
-        # rank.
+        # The store of one rank is off until the process of the rank ends. Without the rank no block is
+        # complete.
         if BlockOutcome.OFF in copied.outcomes and not self.off:
             self._stop("the store of a rank is off")
 
-    def _landed(self, entry: Entry, block: int, outcome: BlockOutcome, void: bool) -> None:
+    def _insert_loaded(self, entry: Entry, block: int, outcome: BlockOutcome, void: bool) -> None:
         """Insert a loaded block into the prefix cache, unless the load has failed or the caches were reset.
 
         INVARIANT: every rank has filled and checked the block, and no rank was lost since.
@@ -571,19 +582,22 @@ class TierBook:
             self.failed[entry] = BlockOutcome.GONE if outcome == BlockOutcome.DONE else outcome
 
     def _stop(self, why: str) -> None:
+        """Turn the store off, and skip all waiting blocks."""
         self.off = why
         for entry in self._wanted:
             self._skip("off", entry)
         self._wanted.clear()
-        for there in self._there:
-            there.clear()
+        for levels_of in self._levels_of:
+            levels_of.clear()
         self.blocks = [0] * len(LEVELS)
 
     def _skip(self, reason: str, entry: Entry) -> None:
+        """Count a block that is not stored, and remember why."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
-        self._explain(entry, _SHOWN.get(reason, reason))
+        self._explain(entry, _MISS_REASONS.get(reason, reason))
 
     def _explain(self, entry: Entry, why: str) -> None:
+        """Remember why ``entry`` is not in the store, for ``why``."""
         self._absent[entry] = why
         if len(self._absent) > MOST_GHOSTS:
             self._absent.popitem(last=False)

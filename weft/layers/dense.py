@@ -154,14 +154,14 @@ class TokenEmbedding(Packs):
             if self.low is not None and adapters is not None:
                 self.low.add(result, ids, None, adapters)
             return result
-        own = ids - self._first
+        local = ids - self._first  # [T], row of the rank's table
         # Rows of other ranks are 0 here, so the sum over ranks is the embedding.
-        others = (own < 0) | (own >= self.shard.count)
-        found: Tensor = self._rows(own.masked_fill_(others, 0), self.table)
-        found = found.masked_fill_(others.unsqueeze(1), 0)
+        others = (local < 0) | (local >= self.shard.count)
+        partial: Tensor = self._rows(local.masked_fill_(others, 0), self.table)
+        partial = partial.masked_fill_(others.unsqueeze(1), 0)
         if self.low is not None and adapters is not None:
-            self.low.add(found, own, others, adapters)
-        return found
+            self.low.add(partial, local, others, adapters)
+        return partial
 
 
 def _round(head: Weight) -> None:

@@ -278,7 +278,10 @@ class Adapters:
         # One copy of the bytes for digest and tensors: the files may change meanwhile.
         data = read_regular(path / WEIGHTS)
         if digest_of(read_regular(path / CONFIG, MOST_SETTINGS), data) != digest:
-            raise ConfigError("the files of the adapter have other content", param="--lora-modules")
+            raise ConfigError(
+                "the files of the adapter have changed since the load; load the adapter again",
+                param="--lora-modules",
+            )
         adapter = read_adapter(folder, name, max_rank=self._options.rank, digest=digest)
         self.check(adapter)
         try:

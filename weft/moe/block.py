@@ -34,7 +34,8 @@ Tensor = torch.Tensor
 
 
 class ExpertRouter(nn.Module):
-    """Parameters of the router. All wide, except the int64 table of experts by token id."""
+    """Parameters of the router. All are float32 (float64 in a float64 model), except the int64 table of
+    experts by token id."""
 
     def __init__(self, hidden: int, spec: MoESpec, build: Build, vocab: int) -> None:
         """``vocab``: size of the table of experts by token id; 0 for a router without a table."""
@@ -202,9 +203,9 @@ class RoutedMLP(FeedForward, Packs):
         if self._op.pack is None and not has_codes(weights):
             return
         # Drop plain matrices now: the op has a layout of packed matrices.
-        for held in (experts, shared):
-            if held is not None:
-                held.gate_up = held.down = None  # type: ignore[assignment]
+        for module in (experts, shared):
+            if module is not None:
+                module.gate_up = module.down = None  # type: ignore[assignment]
 
     def _completed(self, weights: Routed) -> Routed:
         """Return the weights of the op, from the weights that every routed block has."""
@@ -267,8 +268,8 @@ class RoutedMLP(FeedForward, Packs):
         changes = self.low is not None and self.low.concerns(adapters)
         if self._terms is None or comm.size > 1 or changes:
             return (yield from self.steps(comm, x, ids, exchange, adapters, routes))
-        made: ExpertSum = self._terms(x, *self._settled(x, ids, routes))
-        return made
+        terms: ExpertSum = self._terms(x, *self._settled(x, ids, routes))
+        return terms
 
     def _settled(self, x: Tensor, ids: Tensor | None, routes: RowRoutes | None) -> tuple[Tensor | None, Any]:
         """Return (ids, weights) of a step, with the experts of ``routes`` in place of the router's."""

@@ -244,12 +244,13 @@ class DividedExperts:
             )
             return self._finish(came.total, rows.scales, came.under, x.dtype)
         places = torch.where(rows.ranks == ep.rank, rows.places, -1)
-        made = (self._answer_adapted if self._reaches(adapters) else self._answer)(x, places, rows.scales)
+        answer = self._answer_adapted if self._reaches(adapters) else self._answer
+        partial = answer(x, places, rows.scales)  # [rows, A, hidden], answers of this rank's experts
         # Equal parts for the reduce-scatter: the padding is zero and dropped below.
         missing = mine.each * ep.size - rows_all
         if missing:
-            made = torch.cat([made, made.new_zeros(missing, *made.shape[1:])])
-        pending = ep.reduce_scatter(made.view(ep.size, mine.each, *made.shape[1:]))
+            partial = torch.cat([partial, partial.new_zeros(missing, *partial.shape[1:])])
+        pending = ep.reduce_scatter(partial.view(ep.size, mine.each, *partial.shape[1:]))
         part = slice(mine.begin, mine.end)
         adapters = None if adapters is None else adapters.part(mine.begin, mine.end)
         shared = self._shared(x[part], None if share is None else share[part], adapters)
@@ -262,11 +263,13 @@ class DividedExperts:
         """Return the block's output from ``total`` [n, A, hidden], the sum of all answers, and ``shared``."""
         return self._mine.finish(total, scales, shared, dtype, self._exact)
 
-    def _all_slices(self, made: Tensor, mine: Slice, rows: int) -> Generator[Pending, None, Tensor]:
-        """Return the slices of all ranks of the replica as one tensor, [rows, hidden]."""
+    def _all_slices(self, part: Tensor, mine: Slice, rows: int) -> Generator[Pending, None, Tensor]:
+        """Return the slices of all ranks of the replica as one tensor, [rows, hidden]. ``part``: the slice of
+        this rank."""
         tp = self.mesh.tp
-        missing = mine.each - len(made)
+        # The all-gather needs parts of equal size: the padding is dropped below.
+        missing = mine.each - len(part)
         if missing:
-            made = torch.cat([made, made.new_zeros(missing, made.shape[1])])
-        whole: Any = yield from awaited(tp, tp.all_gather(made))
-        return whole.view(-1, made.shape[1])[:rows]
+            part = torch.cat([part, part.new_zeros(missing, part.shape[1])])
+        whole: Any = yield from awaited(tp, tp.all_gather(part))
+        return whole.view(-1, part.shape[1])[:rows]

@@ -34,19 +34,19 @@ def places(experts: int, ranks: int, redundant: int = 0) -> tuple[int, ...]:
 
 def in_order(experts: int, ranks: int, redundant: int = 0) -> Placement:
     """Return experts in order over the ranks; redundant places continue with the first experts again."""
-    made = []
-    at = 0
+    placement = []
+    first = 0
     for count in places(experts, ranks, redundant):
-        made.append(tuple((at + i) % experts for i in range(count)))
-        at += count
-    return tuple(made)
+        placement.append(tuple((first + i) % experts for i in range(count)))
+        first += count
+    return tuple(placement)
 
 
 def check(placement: Placement, experts: int) -> None:
     """Raise ValueError unless every expert has a place, and no expert has two places on one rank."""
     seen = {expert for mine in placement for expert in mine}
     if seen != set(range(experts)):
-        raise ValueError(f"a placement of {len(seen)} experts, of which there are {experts}")
+        raise ValueError(f"the placement has {len(seen)} of {experts} experts")
     if any(len(set(mine)) != len(mine) for mine in placement):
         raise ValueError("an expert has two places on one rank")
 
@@ -69,18 +69,21 @@ def rank_loads(placement: Placement, loads: Sequence[float] | np.ndarray) -> lis
 def plan(loads: Sequence[float] | np.ndarray, old: Placement) -> Placement:
     """Return a placement for these loads, with as many places on each rank as in ``old``.
 
-    Copies go to the experts with the highest load per copy. Then the heaviest experts go first, each to the
-    ranks with the lowest load. Then the busiest rank swaps with others as long as a swap helps. Experts that
-    stay on a rank keep their place. Returns ``old`` unless the busiest rank's load falls by ``WORTH``. The
-    plan depends only on the arguments, so ranks with the same loads make the same plan.
+    1. The experts with the highest load per copy get the redundant copies.
+    2. In order of load, each expert goes to the ranks with the lowest load so far.
+    3. The busiest rank swaps experts with other ranks as long as a swap helps.
+
+    Experts that stay on a rank keep their place. Returns ``old`` unless the load of the busiest rank falls by
+    the share ``WORTH``. The plan depends only on the arguments, so ranks with the same loads make the same
+    plan.
     """
     room = [len(mine) for mine in old]
     spread = _spread(loads, room)
     _improve(spread, loads)
-    made = _in_place(spread, old)
-    better = max(rank_loads(made, loads))
-    now = max(rank_loads(old, loads))
-    return made if better < now * (1 - WORTH) else old
+    new = _in_place(spread, old)
+    new_peak = max(rank_loads(new, loads))
+    old_peak = max(rank_loads(old, loads))
+    return new if new_peak < old_peak * (1 - WORTH) else old
 
 
 def _copies_wanted(loads: Sequence[float] | np.ndarray, ranks: int, total: int) -> list[int]:
@@ -130,8 +133,8 @@ def _improve(mine: list[list[int]], loads: Sequence[float] | np.ndarray) -> None
     each = np.asarray(loads, np.float64) / np.bincount(expert, minlength=len(loads))
     for _ in range(_SWAPS):
         total = np.bincount(owner, weights=each[expert], minlength=len(mine))
-        there = np.zeros((len(mine), len(loads)), bool)
-        there[owner, expert] = True
+        has = np.zeros((len(mine), len(loads)), bool)  # [rank, expert]
+        has[owner, expert] = True
         busiest = int(total.argmax())
         out = np.flatnonzero(owner == busiest)
         back = np.flatnonzero(owner != busiest)
@@ -141,7 +144,7 @@ def _improve(mine: list[list[int]], loads: Sequence[float] | np.ndarray) -> None
         change = each[expert[out]][:, None] - each[expert[back]]
         peak = np.maximum(total[busiest] - change, total[owner[back]] + change)
         # A swap must not put two copies of an expert on one rank.
-        peak[there[owner[back]][:, expert[out]].T | there[busiest, expert[back]]] = np.inf
+        peak[has[owner[back]][:, expert[out]].T | has[busiest, expert[back]]] = np.inf
         i, j = np.unravel_index(int(peak.argmin()), peak.shape)
         if not peak[i, j] < total[busiest] * (1 - 1e-12):
             return
@@ -155,15 +158,15 @@ def _in_place(spread: list[list[int]], old: Placement) -> Placement:
     """Return ``spread``, assigned to ranks with as many places so that most experts stay in place."""
     # Greedy: each rank takes the most similar set of the right size. Ties go to the lowest index.
     open_ = set(range(len(spread)))
-    made: list[tuple[int, ...]] = []
+    placement: list[tuple[int, ...]] = []
     for mine in old:
         fitting = sorted(one for one in open_ if len(spread[one]) == len(mine))
         best = max(fitting, key=lambda one: (len(set(spread[one]) & set(mine)), -one))
         open_.remove(best)
         stays = set(spread[best]) & set(mine)
         new = iter(sorted(set(spread[best]) - stays))
-        made.append(tuple(expert if expert in stays else next(new) for expert in mine))
-    return tuple(made)
+        placement.append(tuple(expert if expert in stays else next(new) for expert in mine))
+    return tuple(placement)
 
 
 def moves(old: Placement, new: Placement) -> list[tuple[int, int, int, int]]:
@@ -171,17 +174,17 @@ def moves(old: Placement, new: Placement) -> list[tuple[int, int, int, int]]:
 
     The source is a copy on the same rank if one exists. Otherwise the copies elsewhere take turns.
     """
-    held = copies(old, 1 + max(e for mine in old for e in mine))
+    sources_of = copies(old, 1 + max(e for mine in old for e in mine))
     result = []
     turn = 0
     for rank, mine in enumerate(new):
         for number, expert in enumerate(mine):
             if old[rank][number] == expert:
                 continue
-            sources = held[expert]
-            here = [source for source in sources if source[0] == rank]
-            if here:
-                source = here[0]
+            sources = sources_of[expert]
+            local = [source for source in sources if source[0] == rank]
+            if local:
+                source = local[0]
             else:
                 source = sources[turn % len(sources)]
                 turn += 1

@@ -5,9 +5,9 @@
                         └ under the first micro-batch's collective
 
 A micro-batch runs from one communication point to the next; then the other micro-batch runs. So the first
-micro-batch is always ahead by at most one stretch. Whatever the first micro-batch computes between two
-communication points (for example the caches and states of a layer) is there before the second micro-batch
-reaches the same stretch.
+micro-batch is always ahead by at most one stretch, the work between two communication points. So the results
+of a stretch of the first micro-batch (for example the caches and states of a layer) are complete before the
+second micro-batch begins the same stretch.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def interleave(
     Raises EngineDead when only one generator ends.
     """
     micro_batches = (first, second)
-    made: list[R] = []
+    results: list[R] = []
     try:
-        # `made` gets two values in the same round, or the check below fails.
-        while not made:
+        # Both generators must end in the same round, or the check below fails.
+        while not results:
             for micro_batch, steps in enumerate(micro_batches):
                 if turn is not None:
                     turn(micro_batch)
                 try:
                     next(steps)
                 except StopIteration as end:
-                    made.append(end.value)
-            if len(made) == 1:
+                    results.append(end.value)
+            if len(results) == 1:
                 raise EngineDead("two micro-batches of a step do not communicate equally often")
     finally:
         for steps in micro_batches:
             steps.close()
-    return made[0], made[1]
+    return results[0], results[1]

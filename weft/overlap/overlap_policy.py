@@ -90,9 +90,8 @@ class OverlapPolicy:
         builder.micro_batches = 1 + self.wants(builder)
 
     def wants(self, plan: PlannedRows) -> bool:
-        """Return True if the plan should be computed in micro-batches.
-
-        An idle replica agrees with the others.
+        """Return True if the plan should be computed in micro-batches. A plan without rows agrees with every
+        decision of other replicas.
 
         In mode ``auto`` the call counts toward the statistics of the plan's class, so call once per plan.
         """
@@ -130,7 +129,7 @@ class OverlapPolicy:
         share = self.hidden / self.communication
         return (
             f"overlap {self.mode}: {self.steps} steps in micro-batches; "
-            f"{share:.0%} of {self.communication:.2f} s of communication went on under compute"
+            f"{share:.0%} of {self.communication:.2f} s of communication overlapped with compute"
         )
 
     def _class(self, plan: PlannedRows) -> _StepClass:

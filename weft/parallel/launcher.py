@@ -1,4 +1,4 @@
-"""Launchers run a rank's collectives: at once on the caller's thread, or beside compute, in order.
+"""Launchers run a rank's collectives in order: at once on the caller's thread, or in parallel to compute.
 
     Launcher          at once, on the caller's thread and stream
     ThreadLauncher    on a CPU: a separate thread for steps in micro-batches
@@ -59,9 +59,8 @@ class Launcher:
         self.flights: list[Flight] = []
         """Collectives launched since the last ``take``."""
         self.broken = False
-        """True if the groups were aborted and not formed anew, so results of the device may be garbage.
-
-        Set before the first group is aborted.
+        """True from the abort of the groups until new groups are formed. Results of the device may be
+        invalid. Set before the first group is aborted.
         """
         self.lost: list[Callable[[], bool]] = []
         """Functions that return True if a collective on the device has given up, one per communicator."""
@@ -77,20 +76,20 @@ class Launcher:
         """
         flight = self._flight()
         flight.began = flight.launched
-        made = work()
+        output = work()
         flight.ended = time.monotonic()
         flight.waited = flight.seconds
-        return FinishedCollective(made)
+        return FinishedCollective(output)
 
     def threaded(self, wanted: bool) -> None:
-        """Set whether collectives run beside compute from now on. No collective may be in flight."""
+        """Set whether collectives run in parallel to compute from now on. No collective may be in flight."""
 
     @property
     def direct(self) -> bool:
         """True if a whole step runs its collectives on the caller's thread, so the step can be captured."""
         return True
 
-    def flew(self, times: Iterable[tuple[float, float]]) -> None:
+    def add_flights(self, times: Iterable[tuple[float, float]]) -> None:
         """Record the collectives of a whole step run elsewhere: (began, ended) of each."""
         self.flights += [Flight(0, began, began, ended, ended - began) for began, ended in times]
 
@@ -130,7 +129,7 @@ class Launcher:
         return flight
 
 
-class _Flying(Pending):
+class _ThreadCollective(Pending):
     """A collective on the thread of a ``ThreadLauncher``."""
 
     def __init__(self, work: Callable[[], Tensor], flight: Flight, timeout: float) -> None:
@@ -143,7 +142,7 @@ class _Flying(Pending):
         self._flight = flight
         self._timeout = timeout
         self._ended = threading.Event()
-        self._made: Tensor | None = None
+        self._output: Tensor | None = None
         self._error: BaseException | None = None
 
     def run(self, delay: float) -> None:
@@ -155,7 +154,7 @@ class _Flying(Pending):
         self._flight.began = time.monotonic()
         try:
             with torch.inference_mode(self.inference):
-                self._made = self.work()
+                self._output = self.work()
         except BaseException as error:
             self._error = error
         self.work = None  # also frees the input tensors
@@ -183,8 +182,8 @@ class _Flying(Pending):
         if late > 0:  # the simulated link delay is not over
             time.sleep(late)
         self._flight.waited += time.monotonic() - began
-        assert self._made is not None
-        return self._made
+        assert self._output is not None
+        return self._output
 
 
 class ThreadLauncher(Launcher):
@@ -192,7 +191,7 @@ class ThreadLauncher(Launcher):
 
     A step computed whole waits for each collective at the launch, so a thread would only add latency. A layer
     may compute something between launch and result (a shared expert during a dispatch). In steps in
-    micro-batches the collective hides behind such work; in whole steps the work comes after the collective.
+    micro-batches the collective runs during such work; in whole steps the work comes after the collective.
     """
 
     def __init__(self, timeout: float = 600.0, delay: float = 0.0) -> None:
@@ -206,7 +205,7 @@ class ThreadLauncher(Launcher):
         self._delay = delay
         """Seconds added to every collective."""
         self._wanted = False
-        self._queue: queue.SimpleQueue[_Flying | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_ThreadCollective | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
         self._unfinished = 0
         self._thread: threading.Thread | None = None
@@ -225,19 +224,19 @@ class ThreadLauncher(Launcher):
         """
         if not (self._wanted or self._delay):
             return super().launch(work)
-        flying = _Flying(work, self._flight(), self._timeout)
+        collective = _ThreadCollective(work, self._flight(), self._timeout)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="weft-collectives", daemon=True)
             self._thread.start()
         # Count before queueing, so `settle` never misses a collective.
         with self._idle:
             self._unfinished += 1
-        self._queue.put(flying)
-        return flying
+        self._queue.put(collective)
+        return collective
 
     def _run(self) -> None:
-        while (flying := self._queue.get()) is not None:
-            flying.run(self._delay)
+        while (collective := self._queue.get()) is not None:
+            collective.run(self._delay)
             self._finished()
 
     def _finished(self) -> None:
@@ -246,16 +245,16 @@ class ThreadLauncher(Launcher):
             self._idle.notify_all()
 
     def cancel(self) -> None:
-        """Drop all queued collectives, and ``flights``. The running collective goes on."""
+        """Drop all queued collectives, and ``flights``. The running collective continues."""
         while True:
             try:
-                flying = self._queue.get_nowait()
+                collective = self._queue.get_nowait()
             except queue.Empty:
                 break
-            if flying is None:  # ``close`` has already queued the end
+            if collective is None:  # ``close`` has already queued the end
                 self._queue.put(None)
                 break
-            flying.drop()
+            collective.drop()
             self._finished()
         self.flights = []
 
@@ -314,10 +313,10 @@ class StreamLauncher(Launcher):
         flight.began = flight.launched
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            made = work()
+            output = work()
             joined = self._stream.record_event()
         flight.ended = time.monotonic()
-        return _Streaming(self._device, work, made, joined)
+        return _StreamCollective(self._device, work, output, joined)
 
     def settle(self, timeout: float) -> None:
         """Block until the separate stream is idle. Raise CommLost after ``timeout`` seconds."""
@@ -331,13 +330,13 @@ class StreamLauncher(Launcher):
             time.sleep(0.0001)
 
 
-class _Streaming(Pending):
+class _StreamCollective(Pending):
     """A collective on the stream of a ``StreamLauncher``.
 
     Rules for the use of memory:
 
     * The input lies in memory of the compute stream and is read by the other stream. So the input must not be
-      freed before the compute stream waits for ``joined``: until then ``_given`` keeps the input alive. Later
+      freed before the compute stream waits for ``joined``: until then ``_work`` keeps the input alive. Later
       users of the memory on the compute stream come after the collective.
     * The output lies in memory of the other stream and is read by the compute stream. Once freed, the memory
       could go to the next collective at once; ``record_stream`` prevents reuse until the compute stream is
@@ -349,20 +348,20 @@ class _Streaming(Pending):
     """
 
     def __init__(
-        self, device: torch.device, work: Callable[[], Tensor], made: Tensor, joined: torch.cuda.Event
+        self, device: torch.device, work: Callable[[], Tensor], output: Tensor, joined: torch.cuda.Event
     ) -> None:
         self._device = device
-        self._given: Callable[[], Tensor] | None = work
-        self._made = made
+        self._work: Callable[[], Tensor] | None = work
+        self._output = output
         self._joined = joined
 
     def result(self) -> Tensor:
         """Return the tensor. The compute stream waits for the collective; the host does not."""
-        here = torch.cuda.current_stream(self._device)
-        here.wait_event(self._joined)
-        self._made.record_stream(here)
-        self._given = None
-        return self._made
+        compute_stream = torch.cuda.current_stream(self._device)
+        compute_stream.wait_event(self._joined)
+        self._output.record_stream(compute_stream)
+        self._work = None
+        return self._output
 
 
 def default_launcher(device: torch.device, queued: bool) -> Launcher:

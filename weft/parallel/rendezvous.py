@@ -3,8 +3,8 @@
     weft engine (head) ── RendezvousStore ◄── RendezvousClient ── weft engine --join, engines, ranks
 
 Every entry has one writer. A client sends all its entries with every poll, so an entry that was lost, or
-overwritten by a dead process, is right again after the next poll. Clients that know the group's secret may
-read and write (CURVE: see ``weft.parallel.secret``). ``weft.types.rendezvous`` lists the entries.
+overwritten by an ended process, is correct again after the next poll. Clients that know the group's secret
+may read and write (CURVE: see ``weft.parallel.secret``). ``weft.types.rendezvous`` lists the entries.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ log = get_logger(__name__)
 POLL_S = 0.1
 """Seconds between two polls of a client."""
 RENEW_S = 3.0
-"""Seconds without an answer after which a client connects anew."""
+"""Seconds without an answer after which a client replaces its connection."""
 REFUSED_S = 30.0
-"""Seconds for which the address of a failed connection is remembered. A port scan fails, too."""
+"""Seconds for which the address of a rejected connection is reported. A port scan is rejected, too."""
 _TURN_MS = 100
 _QUEUE = 1000
 
@@ -233,7 +233,7 @@ class RendezvousClient:
         """Send the entries, unless an earlier poll is unanswered, and read answers for up to ``POLL_S``."""
         quiet = time.monotonic() - max(self.heard, self._connected)
         waits = self._answered < self._number
-        # After a long silence, connect anew: zmq may hold a dead connection, and answers may be lost.
+        # After a long silence, replace the connection: the connection may be dead, and answers may be lost.
         if waits and quiet > RENEW_S:
             socket, handshakes = self._connect()
             self._disconnect()

@@ -87,7 +87,7 @@ class EncodeRunner:
         self.varying = (*varying, "images encoded together") if together else ()
         self.embeddings = transfers
         """Transfers of embeddings to other groups; None without transfers."""
-        self.bell = WakeupDescriptor()
+        self.wakeup = WakeupDescriptor()
         """Rung when a step has ended."""
         self._tower, self._device, self._together = tower, device, together
         limits = kv.media
@@ -137,7 +137,7 @@ class EncodeRunner:
         self._queue.close()
         if self.embeddings is not None:
             self.embeddings.close()
-        self.bell.close()
+        self.wakeup.close()
         if self._trace is not None:
             self._trace.close()
 
@@ -149,7 +149,7 @@ class EncodeRunner:
 
     def _has_ended(self, forwarded: Future[Any]) -> None:
         self._ended = time.monotonic()
-        self.bell.ring()
+        self.wakeup.ring()
 
     def _clear(self) -> None:
         self._store.clear()
@@ -159,7 +159,7 @@ class EncodeRunner:
     def _step(self, handle: StepHandle) -> None:
         """Carry out the plan of ``handle``. After an error, every further step raises EngineDead."""
         if self._failed:
-            raise EngineDead("a step before it failed")
+            raise EngineDead("an earlier step failed")
         self._failed = True
         self._carry_out(handle)
         self._failed = False
@@ -221,18 +221,19 @@ class EncodeRunner:
                 f"the image cannot be encoded ({type(error).__name__}): use another image"
             ).info()
 
-    def _write(self, op: Encode, made: EmbeddedImage | ErrorInfo) -> None:
-        """Write an embedding into the blocks of ``op``. Instead mark the blocks with an error if ``made`` is
-        an error or has another number of rows than the prompt."""
+    def _write(self, op: Encode, result: EmbeddedImage | ErrorInfo) -> None:
+        """Write an embedding into the blocks of ``op``. If ``result`` is an error, or has another number of
+        rows than the prompt, mark the blocks with the error instead."""
         place = (False, op.blocks)
         self._clean(place)
-        if not isinstance(made, ErrorInfo):
-            rows = len(made.main)
+        if not isinstance(result, ErrorInfo):
+            rows = len(result.main)
             if rows == op.count:
-                self._store.write(op.blocks, op.count, made)
+                self._store.write(op.blocks, op.count, result)
                 return
-            made = ImageFailed(f"the image has {rows} rows in the tower, and {op.count} in the prompt").info()
-        self._spoiled[place] = made
+            error = ImageFailed(f"the image has {rows} rows in the tower, and {op.count} in the prompt")
+            result = error.info()
+        self._spoiled[place] = result
 
     def _send(self, op: SendMedia) -> None:
         """Announce an embedding to its transfer, or fail the transfer if the image could not be encoded.

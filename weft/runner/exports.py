@@ -81,15 +81,10 @@ class RankTransfers:
     """Address at which peers reach this rank."""
     memory: Sequence[Sequence[torch.Tensor]]
     """Per KV cache group, the tensors that peers read or write: blocks, or the snapshots of a state."""
-    heard: bool = False
+    reports_during_steps: bool = False
     """True if the engine process on this rank must receive transfer reports while a step computes."""
     close: Callable[[], None]
     """Closes all parts."""
-
-
-def is_heard(transfers: RankTransfers | None) -> bool:
-    """Return ``RankTransfers.heard``; False without transfers."""
-    return transfers is not None and transfers.heard
 
 
 class Exports:
@@ -125,7 +120,7 @@ class Exports:
                 if op.states:
                     self._transfer.computed(op.key, self._states, 0, op.end)
                 else:
-                    rows.append(_Leaving(op))
+                    rows.append(_ExportedRow(op))
         if not rows:
             return None
 
@@ -151,7 +146,7 @@ class Exports:
 
 
 @dataclass(slots=True)
-class _Leaving:
+class _ExportedRow:
     """An exported row within one forward pass."""
 
     op: Export

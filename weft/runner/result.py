@@ -34,7 +34,7 @@ class _Copies:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def there(self) -> bool:
+    def is_complete(self) -> bool:
         """Return True if the copies are complete."""
         return self._event is None or self._event.query()
 
@@ -46,7 +46,7 @@ class _Copies:
         checked.
         """
         if self._cuda:
-            wait_until(self.there, deadline, "a step's result did not reach the host in time", check)
+            wait_until(self.is_complete, deadline, "a step's result did not reach the host in time", check)
             check()
 
 
@@ -208,8 +208,8 @@ def _drafts(plan: StepPlan, proposed: torch.Tensor | None) -> np.ndarray:
         return EMPTY
     next_k = np.concatenate([plan.prefill.next_k, plan.decode.next_k])
     # [rows with drafts, most]: True for real drafts, False for padding
-    there = np.arange(proposed.shape[1]) < next_k[next_k > 0][:, None]
-    return column(proposed.numpy()[there])
+    is_draft = np.arange(proposed.shape[1]) < next_k[next_k > 0][:, None]
+    return column(proposed.numpy()[is_draft])
 
 
 def _errors(rows: np.ndarray) -> tuple[tuple[int, ErrorInfo], ...]:

@@ -34,7 +34,7 @@ from weft.runner.batch.staging import StagingBuffer, StagingRing, even, most_eac
 from weft.runner.device_queue import DeviceQueue, result_of
 from weft.runner.drafting import DraftedParts, make_drafter
 from weft.runner.expert_routes import ExpertRoutes
-from weft.runner.exports import Exports, LayerDone, RankTransfers, Reports, TransferThread, is_heard
+from weft.runner.exports import Exports, LayerDone, RankTransfers, Reports, TransferThread
 from weft.runner.graphs.graphs import DecodeGraphs, GraphOptions
 from weft.runner.graphs.mixed import MixedGraphs
 from weft.runner.graphs.towers import captured_tower
@@ -128,7 +128,7 @@ class Runner:
             self._launcher,
             StagingRing(device, 2 * depth, poison=poison),
         )
-        self._queue = DeviceQueue(threaded=device.type == "cpu" and (depth > 1 or is_heard(transfers)))
+        self._queue = DeviceQueue(threaded=device.type == "cpu" and _overlaps(depth, transfers))
         self._trace, self._timeout, self._next_step = trace, step_timeout, -1  # -1: any step
         self._has_state = any(pool.cache.kind == "state" for pool in kv.pools)
         self.drafter = self._make_drafter(speculation, graphs)
@@ -153,8 +153,8 @@ class Runner:
         ]
 
     def freeable(self) -> list[Tensor]:
-        """Return the memory of the KV cache that is worth nothing while no sequence is open. The KV tier then
-        takes no memory ahead of loads."""
+        """Return the tensors of the KV cache. Their contents are not needed while no sequence is open. The KV
+        tier stops preparing memory for loads."""
         if self.tier is not None:
             self.tier.stop_preparing()
         slots = (self._memory[n] for n, pool in enumerate(self.kv.pools) if pool.cache.kind == "state")
@@ -211,7 +211,7 @@ class Runner:
         if handle.sampled.exception() is not None or handle.forwarded.exception() is not None:
             return True
         copy: HostCopy | Drawn = handle.sampled.result()
-        return copy.there()
+        return copy.is_complete()
 
     def read(self, handle: StepHandle) -> StepResult:
         """Wait for the step, return its staging buffers to the rings, write the trace, and return the result.
@@ -243,8 +243,8 @@ class Runner:
         """
         began = time.monotonic()
         computed = self._state.num_computed[:1]
-        made = plans(most, self.kv.max_model_len)
-        for plan in progress_bar(made, title="warming up", unit="step", shown=progress):
+        prompts = plans(most, self.kv.max_model_len)
+        for plan in progress_bar(prompts, title="warming up", unit="step", shown=progress):
             handle = StepHandle(plan=plan, launched=began, forwarded=NOT_YET, buffer=self._ring.acquire())
             assert handle.buffer is not None
             computed.fill_(int(plan.prefill.start[0]))
@@ -253,7 +253,7 @@ class Runner:
             self._ring.release(handle.buffer)
         computed.zero_()
         self._sampler.warm_up(self._model.dtype, self._model.spec.vocab_size)
-        log.info("%d prompts computed to warm up, in %.1f s", len(made), time.monotonic() - began)
+        log.info("%d prompts computed to warm up, in %.1f s", len(prompts), time.monotonic() - began)
 
     def reset(self) -> None:
         """Forget every sequence and every step in flight: all slots are free, and any step number may come
@@ -300,19 +300,19 @@ class Runner:
             self._trace.close()
 
     def _forward(self, handle: StepHandle) -> tuple[RowsLeft, Tensor]:
-        """Run ``_forward_whole``. After an error, every further step raises EngineDead until ``reset``."""
+        """Run ``_forward_step``. After an error, every further step raises EngineDead until ``reset``."""
         # No step may run after a failed step: its collectives would pair with the collectives that other
         # ranks still run for the failed step.
         if self._failed:
-            raise EngineDead("a step before it failed")
+            raise EngineDead("an earlier step failed")
         self._failed = True
         with labelled(handle.plan):
-            result = self._forward_whole(handle)
+            result = self._forward_step(handle)
         self._failed = False
         return result
 
     @torch.inference_mode()
-    def _forward_whole(self, handle: StepHandle) -> tuple[RowsLeft, Tensor]:
+    def _forward_step(self, handle: StepHandle) -> tuple[RowsLeft, Tensor]:
         """Apply the slot updates of a plan and compute the logits. Return (function for the sampled rows,
         logits).
 
@@ -324,7 +324,7 @@ class Runner:
         if plan.step != self._next_step >= 0:
             raise EngineDead(f"step {plan.step} follows step {self._next_step - 1}")
         self._next_step = plan.step + 1
-        # The drafter looks at the slots and blocks before any slot update changes them.
+        # The drafter must read the slots and blocks before the slot updates change them.
         if self.drafter is not None:
             self.drafter.prepare(plan.ops)
         done = self._apply(plan, handle)
@@ -332,11 +332,11 @@ class Runner:
         self._state.validate(plan.decode)
         handle.buffer = self._ring.acquire()
         began = time.monotonic()
-        # A step with exported rows is never replayed: a replay calls no layer hook.
-        # Neither is a step with routes: a replay has no place for them.
-        made = self._replay(plan, handle) if done is None and not self._routes.wants(plan) else None
-        if made is not None or plan.micro_batches == 1:
-            rows, logits = made or self._compute(plan, handle, done)
+        # Two kinds of steps are never replayed: steps with exported rows, because a replay calls no layer
+        # hook, and steps with routes, because a replay does not store routes.
+        replayed = self._replay(plan, handle) if done is None and not self._routes.wants(plan) else None
+        if replayed is not None or plan.micro_batches == 1:
+            rows, logits = replayed or self._compute(plan, handle, done)
             stretches = [Stretch(0, began, time.monotonic())]
         else:
             rows, logits, stretches = self._compute_micro_batches(plan, handle, done)
@@ -401,19 +401,20 @@ class Runner:
         if self.graphs is None or (adapts and (self.adapters is None or not self.adapters.captures(present))):
             return None
         # A captured step may also sample, if no row needs drafts, masks or anything beyond a plain draw.
-        rests = self.drafter is None or (self.drafter.rests and not plan.decode.next_k.any())
-        draws = rests and not plan.constrained and self._sampler.slots.draws(plan.decode.slot)
+        drafter, drafts = self.drafter, plan.decode.next_k.any()
+        drafter_is_idle = drafter is None or (drafter.skips_idle_steps and not drafts)
+        draws = drafter_is_idle and not plan.constrained and self._sampler.slots.draws(plan.decode.slot)
         key = self.graphs.find(plan, draws, adapts)
         if key is None:
             handle.uncaptured = self.graphs.uncaptured
             return None
-        made = self.graphs.run(key, plan, handle.buffer, draws)
-        handle.drawn = made.drawn
+        replayed = self.graphs.run(key, plan, handle.buffer, draws)
+        handle.drawn = replayed.drawn
         if self.drafter is not None:
             handle.hidden = self.graphs.hidden(key, plan.rows)
         handle.each = key.each
         handle.uncaptured = self.graphs.uncaptured
-        return made.rows, made.logits
+        return replayed.rows, replayed.logits
 
     def _replay_mixed(
         self, plan: StepPlan, handle: StepHandle, buffer: StagingBuffer
@@ -448,7 +449,7 @@ class Runner:
             handle.routes = self._routes.take(plan, routes)
         # Drafter and pooler read the hidden states of all tokens; the head needs only the rows with logits.
         if whole:
-            self._keep(handle, hidden)
+            self._store_hidden(handle, hidden)
             hidden = hidden[logits_index]
         return lambda: rows, drive(self._model.logits(hidden, adapters)), stretches
 
@@ -462,7 +463,7 @@ class Runner:
             return lambda: batch, drive(self._model.steps(batch.step, self._cache, self._backends, done))
         step = replace(batch.step, routes=self._routes.begin(plan, batch.step.positions))
         wanted = drive(self._model.hidden(step, self._cache, self._backends, done=done))
-        self._keep(handle, wanted)
+        self._store_hidden(handle, wanted)
         if step.routes is not None:
             handle.routes = self._routes.take(plan, step.routes.made())
         index = step.logits_index if len(step.logits_index) < len(wanted) else None
@@ -476,15 +477,17 @@ class Runner:
         reads = self.drafter is not None and self.drafter.reads_hidden
         return reads or self._pooler.wants(plan) or self._routes.wants(plan)
 
-    def _keep(self, handle: StepHandle, hidden: Tensor) -> None:
-        """Store ``hidden``, [T, hidden] of all tokens of the step, for the pooler and the drafter."""
-        own = hidden[:, : self._model.spec.hidden]
-        handle.pooled = self._pooler.take(handle.plan, own) if self._pooler.wants(handle.plan) else None
+    def _store_hidden(self, handle: StepHandle, hidden: Tensor) -> None:
+        """Store ``hidden``, [T, model.width] of all tokens of the step, for the pooler and the drafter."""
+        # A drafter may read more columns than the hidden size. The pooler reads the model's hidden states.
+        model_hidden = hidden[:, : self._model.spec.hidden]
+        wants = self._pooler.wants(handle.plan)
+        handle.pooled = self._pooler.take(handle.plan, model_hidden) if wants else None
         if self.drafter is not None and self.drafter.reads_hidden:
             handle.hidden = hidden
 
     def _sample(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy | Drawn:
-        """Return the tokens drawn inside the capture, or sample now. After an error in sampling, every
+        """Return the tokens drawn by the captured step, or sample now. After an error in sampling, every
         further step fails until ``reset``. Raises EngineDead if masks arrive for tokens that are already
         drawn."""
         if handle.drawn is not None:
@@ -496,12 +499,12 @@ class Runner:
             return handle.drawn
         failed = self._failed
         self._failed = True
-        result = self._sample_whole(handle, masks)
+        result = self._sample_step(handle, masks)
         self._failed = failed
         return result
 
     @torch.inference_mode()
-    def _sample_whole(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy:
+    def _sample_step(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy:
         """Sample the step, write the tokens into the history, advance the slots, and propose drafts. Return
         the running copies of the result to the host. Raises EngineDead if a constrained step has no masks."""
         rows_left, logits = handle.forwarded.result()
@@ -524,8 +527,8 @@ class Runner:
         return HostCopy(output, accepted, drafts, handle.pooled, handle.routes)
 
     def _sampled(self, handle: StepHandle) -> None:
-        """Record that the ids and drafts of a step are in the history: notify transfers, note times of the
-        drafter."""
+        """Handle the end of sampling, when the ids and drafts of the step are in the history: notify the
+        transfers, and store the times of the drafter in ``handle``."""
         if self._exports is not None:
             self._exports.drafted(handle.plan)
         if handle.times is not None:
@@ -535,9 +538,9 @@ class Runner:
         """Propose drafts and write them into history. Return int64 [rows with next_k > 0, most drafts]; None
         if no row wants drafts. Clears ``hidden`` and may set ``uncaptured`` of ``handle``."""
         state = self._state
-        # ``hidden_sink`` already gave the hidden states to the drafter within the replay.
-        kept = handle.each == 1 and self.graphs is not None and self.graphs.keeps
-        if kept and drafter.is_idle(handle.plan):
+        # True if ``hidden_sink`` has passed the hidden states to the drafter within the replay.
+        stored = handle.each == 1 and self.graphs is not None and self.graphs.has_hidden_sink
+        if stored and drafter.is_idle(handle.plan):
             handle.hidden = None
             return None
         sampled = Sampled(
@@ -547,7 +550,7 @@ class Runner:
             num_computed=state.num_computed,
             hidden=handle.hidden,
             each=handle.each,
-            kept=kept,
+            stored=stored,
         )
         drafts = drafter.propose(sampled)
         handle.uncaptured = handle.uncaptured or drafter.uncaptured
@@ -568,7 +571,7 @@ class Runner:
     def _make_end(self) -> End | None:
         """Return the function that ends a captured step; None if the drafter needs every step, or if neither
         the CPU extension nor the kernels can draw from the logits of the model."""
-        if self.drafter is not None and not self.drafter.rests:
+        if self.drafter is not None and not self.drafter.skips_idle_steps:
             return None
         like = torch.empty(1, 1, dtype=self._model.dtype, device=self._device)
         return self._sampler.end(self._state, self._has_state, like)
@@ -611,6 +614,11 @@ class Runner:
         return make_drafter(parts, speculation, graphs)
 
 
+def _overlaps(depth: int, transfers: RankTransfers | None) -> bool:
+    """Return True if another step, or a transfer report, must be handled while a step computes."""
+    return depth > 1 or (transfers is not None and transfers.reports_during_steps)
+
+
 def _drawn_already() -> StepRows:
-    """Stand for the rows of a step whose capture has drawn the tokens."""
+    """Placeholder for the rows of a step whose capture has drawn the tokens. Always raises EngineDead."""
     raise EngineDead("the tokens of the step are drawn already")

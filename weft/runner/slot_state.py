@@ -144,7 +144,7 @@ class SlotState:
             raise EngineDead(f"slot {op.slot} is allocated while generation {self._gen[op.slot]} is in it")
         known = len(op.token_ids)
         if not 0 < op.num_prompt <= known < self.history.shape[1] or not 0 <= op.num_cached < known:
-            raise EngineDead(f"slot {op.slot} is allocated with lengths that cannot be")
+            raise EngineDead(f"slot {op.slot} is allocated with invalid lengths")
         self._live[op.slot], self._gen[op.slot] = True, op.gen
         if self._places[op.slot] != op.adapter:
             self._places[op.slot] = op.adapter
@@ -170,10 +170,10 @@ class SlotState:
         """Return the different places of the adapters of ``slots``, ascending. () for the model alone."""
         if not self._adapted:
             return ()
-        found = [self._places[some] for some in slots if len(some)]
-        if not found:
+        places = [self._places[some] for some in slots if len(some)]
+        if not places:
             return ()
-        return tuple(int(place) for place in np.unique(np.concatenate(found)) if place >= 0)
+        return tuple(int(place) for place in np.unique(np.concatenate(places)) if place >= 0)
 
     def _free(self, op: FreeSlot) -> None:
         self._check(op.slot, op.gen)
@@ -226,7 +226,7 @@ class SlotState:
         self._appended.clear()
 
     def flush(self) -> None:
-        """Write the appended blocks now, with an upload of their own."""
+        """Write the appended blocks now, with a separate upload."""
         if columns := self.appended():
             staged = upload(np.concatenate(columns), self.history.device)
             self.write_appended(staged.split([len(column) for column in columns]))
@@ -273,7 +273,7 @@ class SlotState:
 
     def _check(self, slot: int, gen: int) -> None:
         if not self._live[slot] or self._gen[slot] != gen:
-            raise EngineDead(f"slot {slot} is named with generation {gen}, which is not in it")
+            raise EngineDead(f"slot {slot} is named with generation {gen}, but has another sequence or none")
 
     def validate(self, segment: Segment) -> None:
         """Check a segment before anything is launched. Raises EngineDead unless every row names a live
@@ -404,7 +404,7 @@ class States:
         if slots.min() < 0 or slots.max() >= kind.num_slots:
             raise EngineDead("step copies a state of a slot outside the table")
         if blocks.min() < 1 or blocks.max() > kind.num_blocks or back.min() < 0 or back.max() >= kind.copies:
-            raise EngineDead("step copies a state from or to where there is none")
+            raise EngineDead("step copies a state from or to an invalid block or copy")
         save = isinstance(run[0], SaveState)
         # Two copies to one place in one batch would have no defined order.
         if len(np.unique(blocks if save else slots)) != len(run):

@@ -1,7 +1,8 @@
-"""Apply the result of a step to the sequences. Rows of sequences without their planned slot are dropped.
+"""Apply the result of a step to the sequences. The row of a sequence that lost its planned slot is dropped.
 
-Most rows are quiet: a decode row with one token, without an end of the sequence and without further fields in
-the event. Quiet rows commit together, as columns. Every other row commits alone.
+Most rows are quiet: a decode row with one token that does not end the sequence. The event of a quiet row has
+only the token, the number of cached tokens and the position. Quiet rows commit together, as columns. Every
+other row commits alone.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class _Row:
     """Index of the row in the result; -1 for a row without logits."""
     error: ErrorInfo | None
     tokens: list[int]
-    """Accepted drafts and one more token; [] for a row that does not sample. The last is invalid with
-    ``error``."""
+    """Accepted drafts and one more token; [] for a row that does not sample. If ``error`` is set, the last
+    token is invalid."""
     embedding: bytes = b""
     """Pooled embedding as little-endian float32 bytes; b"" unless the row completes an embedding prompt."""
     routes: np.ndarray | None = None
@@ -54,7 +55,7 @@ def commit(
     ``result`` has another step or other rows.
     """
     if not state.in_flight or state.in_flight[0] is not plan or result.step != plan.step:
-        raise EngineDead("steps must commit in the order they were planned, each with its own result")
+        raise EngineDead("steps must commit in plan order, each step with the result of the same step")
     if (events := _commit_steady(state, plan, result)) is not None:
         return events
     _check_rows(plan, result)
@@ -63,27 +64,27 @@ def commit(
     tokens = _first_tokens(decode, result)
     if policy is not None:
         _count_drafts(state, decode, alive, result, policy)
-    calm = alive & _quiet(state, decode, tokens, result)
+    is_quiet = alive & _quiet(state, decode, tokens, result)
     if plan.constrained:
-        _take_quietly(state, decode, tokens, calm)
-    told: list[tuple[int, TokenEvent]] = []  # (number of decode rows before the event, event)
+        _advance_grammars(state, decode, tokens, is_quiet)
+    row_events: list[tuple[int, TokenEvent]] = []  # (number of decode rows before the event, event)
     if prefill.rows:
         for _, row in _rows(state, prefill, _alive(state, prefill), 0, result):
             event = _commit_row(state, row, result)
-            told += [(0, event)] if event is not None else []
-    quiet = calm.nonzero()[0]
-    if len(quiet) == decode.rows:  # as in most steps: no fancy indexing
-        plain = _commit_quiet(state, decode.slot, tokens)
+            row_events += [(0, event)] if event is not None else []
+    quiet_rows = is_quiet.nonzero()[0]
+    if len(quiet_rows) == decode.rows:  # as in most steps: no fancy indexing
+        quiet_events = _commit_quiet(state, decode.slot, tokens)
     else:
-        plain = _commit_quiet(state, decode.slot[quiet], tokens[quiet])
-        for number, row in _rows(state, decode, alive & ~calm, prefill.rows, result):
+        quiet_events = _commit_quiet(state, decode.slot[quiet_rows], tokens[quiet_rows])
+        for number, row in _rows(state, decode, alive & ~is_quiet, prefill.rows, result):
             event = _commit_row(state, row, result)
-            told += [(number, event)] if event is not None else []
+            row_events += [(number, event)] if event is not None else []
     # Only now: the proposed drafts continue the tokens just taken by the matchers.
     if plan.constrained and state.kv.drafts:
         keep_drafts(plan, result, state.columns.gen, state.in_slot)
     _end(state, plan)
-    return _merge(quiet, plain, told)
+    return _merge(quiet_rows, quiet_events, row_events)
 
 
 def _end(state: SchedulerState, plan: StepPlan) -> None:
@@ -134,8 +135,8 @@ def _count_drafts(
 
 
 def _commit_steady(state: SchedulerState, plan: StepPlan, result: StepResult) -> list[TokenEvent] | None:
-    """Commit a plan whose rows are the steady rows, all quiet. Return the events in plan order; None, without
-    any change, if the plan or a token is of another kind."""
+    """Commit a plan that has exactly the steady rows (``SteadyRows``), all of them quiet. Return the events
+    in plan order. Return None, without any change, if the plan has other rows or a row is not quiet."""
     steady = state.unchanged()
     if steady is None or state.transfers.decodes:
         return None
@@ -177,14 +178,16 @@ def _quiet(state: SchedulerState, decode: Segment, tokens: np.ndarray, result: S
     return quiet
 
 
-def _take_quietly(state: SchedulerState, decode: Segment, tokens: np.ndarray, calm: np.ndarray) -> None:
-    """Feed the tokens of quiet rows into the grammars. If a grammar refuses a token, clear the row in
-    ``calm``."""
-    rows = np.flatnonzero(calm & state.columns.constrained[decode.slot])
+def _advance_grammars(
+    state: SchedulerState, decode: Segment, tokens: np.ndarray, is_quiet: np.ndarray
+) -> None:
+    """Feed the tokens of quiet rows into the grammars. If a grammar refuses the token or is complete after
+    the token, clear the row in ``is_quiet`` (bool [decode rows])."""
+    rows = np.flatnonzero(is_quiet & state.columns.constrained[decode.slot])
     sequences = state.in_slot[decode.slot[rows]].tolist()
     for row, sequence, token in zip(rows.tolist(), sequences, tokens[rows].tolist(), strict=True):
-        if not sequence.constraint.goes_on(token):
-            calm[row] = False
+        if not sequence.constraint.accept_and_continue(token):
+            is_quiet[row] = False
 
 
 def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) -> list[TokenEvent]:
@@ -196,20 +199,20 @@ def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) 
     if not len(slots):
         return []
     columns = state.columns
-    told = tokens.tolist()
+    token_list = tokens.tolist()
     committed = columns.num_computed[slots] + 1
-    _advance_quiet(state, slots, committed, state.in_slot[slots].tolist(), told)
+    _advance_quiet(state, slots, committed, state.in_slot[slots].tolist(), token_list)
     ids = columns.sequence[slots].tolist()
     cached = columns.num_cached[slots].tolist()
     if state.transfers.decodes:
         positions = np.maximum(committed - columns.origin[slots], -1).tolist()
         return [
             TokenEvent(sequence=sequence, token_ids=(token,), num_cached=num_cached, position=position)
-            for sequence, token, num_cached, position in zip(ids, told, cached, positions, strict=True)
+            for sequence, token, num_cached, position in zip(ids, token_list, cached, positions, strict=True)
         ]
     return [
         TokenEvent(sequence=sequence, token_ids=(token,), num_cached=num_cached)
-        for sequence, token, num_cached in zip(ids, told, cached, strict=True)
+        for sequence, token, num_cached in zip(ids, token_list, cached, strict=True)
     ]
 
 
@@ -218,35 +221,35 @@ def _advance_quiet(
     slots: np.ndarray,
     committed: np.ndarray,
     sequences: list[Sequence],
-    told: list[int],
+    token_list: list[int],
 ) -> None:
-    """Advance each of ``slots`` to ``committed`` positions, and append one token of ``told`` to each of
-    ``sequences``."""
+    """Advance each of ``slots`` to ``committed`` positions (integers [slots]), and append one token of
+    ``token_list`` to each of ``sequences``."""
     state.columns.num_computed[slots] = committed
     for row in (committed % state.kv.block_size == 0).nonzero()[0].tolist():
         state.insert(sequences[row], int(slots[row]), int(committed[row]))
     if state.caches.slides:
         state.caches.slide_each(slots, committed, state.columns.last_step[slots])
-    for sequence, token in zip(sequences, told, strict=True):
+    for sequence, token in zip(sequences, token_list, strict=True):
         sequence.tokens.append(token)
-    state.counts.generation_tokens += len(told)
+    state.counts.generation_tokens += len(token_list)
 
 
 def _merge(
-    quiet: np.ndarray, plain: list[TokenEvent], told: list[tuple[int, TokenEvent]]
+    quiet_rows: np.ndarray, quiet_events: list[TokenEvent], row_events: list[tuple[int, TokenEvent]]
 ) -> list[TokenEvent]:
-    """Return all events in plan order: ``plain`` of the decode rows ``quiet``, merged with ``told`` of other
-    rows."""
-    if not told:
-        return plain
-    places = np.searchsorted(quiet, [number for number, _ in told]).tolist()
+    """Return all events in plan order: ``quiet_events`` of the decode rows ``quiet_rows``, merged with the
+    events of other rows. ``row_events``: (number of decode rows before the event, event)."""
+    if not row_events:
+        return quiet_events
+    places = np.searchsorted(quiet_rows, [number for number, _ in row_events]).tolist()
     events: list[TokenEvent] = []
     begin = 0
-    for place, (_, event) in zip(places, told, strict=True):
-        events += plain[begin:place]
+    for place, (_, event) in zip(places, row_events, strict=True):
+        events += quiet_events[begin:place]
         events.append(event)
         begin = place
-    return events + plain[begin:]
+    return events + quiet_events[begin:]
 
 
 # ---- every other row
@@ -296,12 +299,12 @@ def _rows(
 
 def _embeddings(result: StepResult) -> dict[int, tuple[bytes, ErrorInfo | None]]:
     """Return {plan row: (embedding bytes, error)}. The error is set if a value is not finite."""
-    made = result.embeddings
-    if made is None:
+    pooled = result.embeddings
+    if pooled is None:
         return {}
     broken = RowError("the model's output for this request is not finite").info()
     found: dict[int, tuple[bytes, ErrorInfo | None]] = {}
-    for row, values, length in zip(made.rows.tolist(), made.values, made.lengths.tolist(), strict=True):
+    for row, values, length in zip(pooled.rows.tolist(), pooled.values, pooled.lengths.tolist(), strict=True):
         numbers = values[:length]
         found[row] = (numbers.astype("<f4").tobytes(), None if np.isfinite(numbers).all() else broken)
     return found
@@ -309,11 +312,11 @@ def _embeddings(result: StepResult) -> dict[int, tuple[bytes, ErrorInfo | None]]
 
 def _routes(result: StepResult) -> dict[int, np.ndarray]:
     """Return {plan row: uint16 [tokens, layers, top_k]} of the rows with routes."""
-    made = result.routes
-    if made is None:
+    columns = result.routes
+    if columns is None:
         return {}
-    offsets = made.offsets.tolist()
-    return {row: made.ids[offsets[at] : offsets[at + 1]] for at, row in enumerate(made.rows.tolist())}
+    offsets = columns.offsets.tolist()
+    return {row: columns.ids[offsets[at] : offsets[at + 1]] for at, row in enumerate(columns.rows.tolist())}
 
 
 def _running(sequence: Sequence) -> tuple[Sequence, Running]:
@@ -342,36 +345,36 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         columns.num_scheduled[slot] -= rejected
         if columns.num_scheduled[slot] == row.computed + row.count - rejected:  # no later row was planned
             columns.exact[slot] = row.count - rejected
-    made, ending = _append(sequence, tokens)  # first: blocks enter the prefix cache by token ids
+    appended, ending = _append(sequence, tokens)  # before `_advance`: the hashes of blocks need the tokens
     prompt_logprobs = routes = None
-    if error is None:  # else the blocks must not be found
+    if error is None:  # blocks of a failed row must not enter the prefix cache
         _advance(state, row, row.computed + row.count - rejected)
         prompt_logprobs = _deliver_prompt_logprobs(row, result)
         routes = _report_routes(state, row, row.count - rejected)
-    state.counts.generation_tokens += len(made)
+    state.counts.generation_tokens += len(appended)
     if ending is None and error is not None:
         ending = ("error", None)
     elif row.embedding:
         ending = ("stop", None)
     if ending is not None and ending[0] == "error":
-        error = _own_error(state, sequence, error)
+        error = _ending_error(state, sequence, error)
     # Routes of each chunk go out at once: all routes of a long prompt do not fit into one message.
-    if not made and prompt_logprobs is None and routes is None and ending is None:
+    if not appended and prompt_logprobs is None and routes is None and ending is None:
         return None
-    logprobs = _sampled_logprobs(row, result, len(made))
+    logprobs = _sampled_logprobs(row, result, len(appended))
     # A sender hands the sequence off with the first token instead of continuing here.
-    if made and ending is None and sequence.sends:
-        state.transfers.handed_off(sequence, made[0], logprobs)
+    if appended and ending is None and sequence.sends:
+        state.transfers.handed_off(sequence, appended[0], logprobs)
         ending = ("moved", None)
-    position = -1 if sequence.transfer is None else sequence.num_output - len(made)
+    position = -1 if sequence.transfer is None else sequence.num_output - len(appended)
     finish, stop_id = ending or (None, None)
     if finish is not None:
         state.end(sequence, finish, error)
-    accepted = min(accepted, len(made))
+    accepted = min(accepted, len(appended))
     miss, sequence.miss = sequence.miss, None
     return TokenEvent(
         sequence=sequence.id,
-        token_ids=tuple(made),
+        token_ids=tuple(appended),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         num_cached=sequence.num_cached,
@@ -388,8 +391,8 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
 
 
 def _report_routes(state: SchedulerState, row: _Row, count: int) -> Routes | None:
-    """Return the new routes of the first ``count`` positions of a row; None without. The other positions are
-    of rejected drafts."""
+    """Return the new routes of the first ``count`` positions of a row; None for a row without routes. Later
+    positions belong to rejected drafts."""
     if row.routes is None:
         return None
     state.counts.routed_tokens += count
@@ -404,14 +407,14 @@ def _sampled_logprobs(row: _Row, result: StepResult, count: int) -> LogprobColum
     return _columns(both, row.answer, count, row.sequence.params.logprobs)
 
 
-def _own_error(state: SchedulerState, sequence: Sequence, error: ErrorInfo | None) -> ErrorInfo | None:
-    """Return the error that ends a sequence: the grammar's own error if present, else ``error``. Update the
+def _ending_error(state: SchedulerState, sequence: Sequence, error: ErrorInfo | None) -> ErrorInfo | None:
+    """Return the error that ends a sequence: the error of the grammar if present, else ``error``. Update the
     error counters."""
     constraint = sequence.constraint
-    own = None if constraint is None else constraint.explain(sequence.tokens, sequence.num_prompt)
-    if own is not None:
+    refusal = None if constraint is None else constraint.explain(sequence.tokens, sequence.num_prompt)
+    if refusal is not None:
         state.counts.grammar_errors += 1
-        return own
+        return refusal
     state.counts.row_errors += 1
     return error
 
@@ -461,10 +464,10 @@ def _columns(
     ``both``: rows with alternatives, rows of the whole vocabulary (``top`` is ``ALL_LOGPROBS``). Raises
     EngineDead if the result lacks the logprobs.
     """
-    every = top == ALL_LOGPROBS
-    rows = both[every]
-    if rows is None or (rows.ids.shape[1] <= top and not every):
-        raise EngineDead("a step's result lacks logprobs that its sequences asked for")
+    whole_vocabulary = top == ALL_LOGPROBS
+    rows = both[whole_vocabulary]
+    if rows is None or (rows.ids.shape[1] <= top and not whole_vocabulary):
+        raise EngineDead("the result of a step lacks logprobs that a sequence requested")
     begin = int(rows.offsets[index])
     part = slice(begin, begin + count)
     ids = rows.ids[part, : top + 1]

@@ -101,15 +101,16 @@ class Constraint:
         if not self._accept(token) and token not in self._stops and self.failure is None:
             self.failure = _refusal("a token was sampled that the grammar does not allow", "grammar_mismatch")
 
-    def goes_on(self, token: int) -> bool:
-        """Accept ``token``, which ends nothing, if the grammar can continue. Return False if not.
+    def accept_and_continue(self, token: int) -> bool:
+        """Accept ``token``, which is no stop id, and return True if the grammar can continue after the token.
 
-        On False the token is not accepted, or accepting the token set ``failure``.
+        Return False if the grammar refuses the token or is complete after the token: the token is then not
+        accepted. Also return False if the matcher failed: ``failure`` is then set.
         """
         if self.failure is not None or not self._accept(token):
             return False
         if self.finished:
-            self._take_back(1)
+            self._rollback(1)
             return False
         return self.failure is None
 
@@ -140,7 +141,7 @@ class Constraint:
                 reached += 1
         except Exception as error:
             self._fail(error)
-        self._take_back(walked)
+        self._rollback(walked)
         return 0 if self.failure is not None else reached
 
     def explain(self, tokens: Sequence[int], num_prompt: int) -> ErrorInfo | None:
@@ -178,7 +179,7 @@ class Constraint:
             self._fail(error)
             return False
 
-    def _take_back(self, tokens: int) -> None:
+    def _rollback(self, tokens: int) -> None:
         """Undo ``tokens``. After an earlier failure, a failing rollback keeps the first error."""
         if not tokens:
             return
@@ -225,9 +226,9 @@ def fill_each(constraints: Sequence[Constraint], words: np.ndarray) -> list[int]
     able = [number for number, one in enumerate(constraints) if one.failure is None]
     if len(able) < len(constraints):
         part = np.empty((len(able), words.shape[1]), np.int32)
-        went = fill_each([constraints[number] for number in able], part) if able else []
+        filled = fill_each([constraints[number] for number in able], part) if able else []
         words[able] = part
-        return [able[number] for number in went]
+        return [able[number] for number in filled]
     if not constraints:
         return []
     matchers = [one._matcher for one in constraints]
@@ -247,7 +248,8 @@ def fill_each(constraints: Sequence[Constraint], words: np.ndarray) -> list[int]
 
 @functools.lru_cache(maxsize=64)
 def _cleared(hidden: frozenset[int]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (word indices int64 [n], masks int32 [n]) to clear the bits of ``hidden``; None without ids."""
+    """Return (word indices int64 [n], masks int32 [n]) that clear the bits of the ids ``hidden``; None if
+    ``hidden`` is empty."""
     if not hidden:
         return None
     places = sorted({token // WORD for token in hidden})
@@ -278,26 +280,29 @@ def unpacked(words: np.ndarray, vocab_size: int) -> np.ndarray:
 def _lists(
     params: TokenParams, tokens: Sequence[int], place: int, vocab_size: int
 ) -> list[tuple[str, np.ndarray]]:
-    """Return (parameter, bool [vocab_size] of allowed tokens) for each parameter with forbidden tokens at
-    ``place``."""
+    """Return (parameter, bool [vocab_size] of allowed tokens) for each parameter that forbids tokens.
+
+    ``place``: number of output tokens before the token to sample.
+    """
 
     def all_but(ids: Iterable[int]) -> np.ndarray:
         kept = np.ones(vocab_size, bool)
         kept[[token for token in ids if 0 <= token < vocab_size]] = False
         return kept
 
-    made = []
+    lists = []
     if params.min_tokens > place:
-        made.append(("min_tokens", all_but(params.stop_ids)))
+        lists.append(("min_tokens", all_but(params.stop_ids)))
     if params.bad:
         ended = (word[-1] for word in params.bad if _completes(word, tokens))
-        made.append(("bad_words", all_but(ended)))
+        lists.append(("bad_words", all_but(ended)))
     if params.allowed is not None:
-        made.append(("allowed_token_ids", ~all_but(params.allowed)))
-    return made
+        lists.append(("allowed_token_ids", ~all_but(params.allowed)))
+    return lists
 
 
 def _completes(word: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Return True if the last id of ``word``, sampled behind ``tokens``, would complete ``word``."""
     before = len(word) - 1
     return not before or list(tokens[-before:]) == list(word[:-1])
 

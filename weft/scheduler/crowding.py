@@ -1,4 +1,4 @@
-"""Choose a running sequence to give up its slot for a waiting sequence when all slots are taken."""
+"""Choose the running sequence that gives up its slot for a waiting sequence when all slots are taken."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from weft.scheduler.state import SchedulerState
 from weft.types.priority import BATCH_PRIORITY
 
 
-def crowding(state: SchedulerState, sequence: Sequence) -> Sequence | None:
-    """Return the running sequence chosen to give up its slot for ``sequence``, or None."""
-    return of_batch(state, sequence) or _of_larger_share(state, sequence) or _of_longer_turn(state, sequence)
+def choose_victim(state: SchedulerState, sequence: Sequence) -> Sequence | None:
+    """Return the running sequence that must give up its slot for ``sequence``; None if no running sequence
+    must."""
+    return (
+        batch_victim(state, sequence)
+        or _victim_of_larger_share(state, sequence)
+        or _victim_of_longer_turn(state, sequence)
+    )
 
 
-def of_batch(state: SchedulerState, sequence: Sequence) -> Sequence | None:
+def batch_victim(state: SchedulerState, sequence: Sequence) -> Sequence | None:
     """Return the last running sequence of a batch, if ``sequence`` belongs to no batch; else None.
 
     A sequence of a batch gives way at once, any number of times, protected or not. Not a victim: a sequence
@@ -29,7 +34,10 @@ def of_batch(state: SchedulerState, sequence: Sequence) -> Sequence | None:
 
 
 def online_work(state: SchedulerState) -> tuple[bool, bool]:
-    """Return (True if an online sequence runs or waits, True if batches run beside an online prompt)."""
+    """Return (an online sequence runs or waits, batches run while an online prompt waits or is prefilled).
+
+    Online: not of a batch.
+    """
     waits = bool(state.waiting) and state.waiting.first().key[0] < BATCH_PRIORITY
     runs = bool(state.running) and state.running.first().key[0] < BATCH_PRIORITY
     if not (batches := num_batch(state)):
@@ -48,7 +56,7 @@ def num_batch(state: SchedulerState) -> int:
     return count
 
 
-def _of_larger_share(state: SchedulerState, sequence: Sequence) -> Sequence | None:
+def _victim_of_larger_share(state: SchedulerState, sequence: Sequence) -> Sequence | None:
     """Return the last sequence of the largest share with the same priority; None if the difference is too
     small.
 
@@ -73,7 +81,7 @@ def _of_larger_share(state: SchedulerState, sequence: Sequence) -> Sequence | No
     return victim
 
 
-def _of_longer_turn(state: SchedulerState, sequence: Sequence) -> Sequence | None:
+def _victim_of_longer_turn(state: SchedulerState, sequence: Sequence) -> Sequence | None:
     """Return the last sequence, in scheduling order, with at least ``TURN`` tokens since admission, or None.
 
     Short and urgent requests thus get slots while long requests have all slots. For a newcomer: a sequence of

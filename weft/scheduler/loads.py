@@ -1,14 +1,15 @@
-"""Loads of blocks from a KV tier, for sequences that arrive: what to load, how long to wait, when to stop.
+"""Loads of blocks from a KV tier for waiting sequences: what to load, how long to wait, when to stop.
 
-    arrival, admission ─ pool and store have more than the pool ─> Blocked ─ landed, cut or late ─> Waiting
+    arrival, admission ─ pool and store have more than the pool ─> Blocked ─ loaded, cut or late ─> Waiting
                                                                      │ ^
                                                     commands to ranks╰─╯blocks enter the prefix cache
 
-A sequence waits for loads only while loading is predicted to be quicker than computing. The blocks of a
-sequence that arrives behind others are looked up when the sequence could be admitted: until then, others may
-evict blocks of the pool. The queue of loads is served in order of arrival; each load goes from front to back.
-Whatever has landed when the wait ends is an ordinary prefix hit, and is evicted after all other blocks until
-the admission. Pure: no I/O, no clock. ``weft.kv.tiers`` has the states of the blocks.
+A sequence waits for a load only while loading is predicted to be faster than computing. If other sequences
+wait already, the blocks of a new sequence are looked up when the sequence could be admitted: until then, the
+other sequences may evict blocks of the pool. Loads are served in order of arrival. Each load requests its
+blocks in order of position. Blocks loaded before the wait ends are an ordinary prefix hit. Until the
+admission, these blocks are evicted after all other blocks. Pure: no I/O, no clock. ``weft.kv.tiers`` has the
+states of the blocks.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ _MOST_COMPARED = 16
 """Maximum waiting loads that each report compares with computing, in order of the queue."""
 _MOST_LOOKED = 256
 """Maximum blocks of a load that one command considers."""
-_SHOWN = {"cut": "slower", "late": "loading"}
-"""Outcome of a load -> reason in the explanation of a cache miss, if another word."""
+_MISS_REASONS = {"cut": "slower", "late": "loading"}
+"""Outcome of a load -> reason in the explanation of a cache miss. Other outcomes are reasons themselves."""
 SOONEST_S, LATEST_S = 0.5, 30.0
-"""Bounds of the seconds that a sequence waits for a load. In between: the predicted seconds of computing."""
+"""Minimum and maximum seconds that a sequence waits for a load. Between the bounds, the wait equals the
+predicted seconds of computing."""
 
 
-_NOTHING = (0,) * len(LEVELS)
+_NO_BYTES = (0,) * len(LEVELS)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +65,9 @@ class _Load:
 
     sequence: Stream
     hashes: list[bytes]
+    """Hashes of the full blocks of the known ids."""
     limit: int
+    """Number of leading positions that need not be computed: ``Sequence.may_skip``."""
     reach: int
     """Length of the prefix after the load, in tokens."""
     before: int
@@ -75,12 +79,15 @@ class _Load:
     nbytes: list[int]
     """Bytes of ``left`` on one rank, of each level."""
     pending: set[Entry]
+    """Blocks that commands under way load."""
     needs: Sequence[int] | None
-    """Blocks of each KV cache group that a sequence at its admission will take; None for a load at the
-    arrival. A sequence at its admission fits into the pool, so the load does not wait for the admission of
-    others."""
+    """Blocks of each KV cache group that the sequence will take; None for a load at the arrival. A load with
+    ``needs`` belongs to a sequence that fits into the pool. So the load does not wait for the admission of
+    other sequences."""
     began: float = math.nan
+    """Time of the first ``requests`` with the load; NaN before."""
     due: float = math.inf
+    """Deadline of the wait; infinite before ``began``."""
 
 
 class Loads:
@@ -106,8 +113,8 @@ class Loads:
         self._cost = cost or (lambda: self._fitted())
         self._loads: OrderedDict[int, _Load] = OrderedDict()
         self._ended: list[TurnEnded] = []
-        """Ends of sequences since the last ``requests``: blocks and snapshots of the last step are inserted
-        by now."""
+        """Ends of sequences since the last ``requests``. Handled there, because the blocks and snapshots of
+        the last step are in the prefix cache by then."""
         self._actions: list[CopyBlocks] = []
         self.speeds = LoadSpeeds(len(LEVELS))
         self._level_bytes = [0] * len(LEVELS)
@@ -130,10 +137,10 @@ class Loads:
     def block(self, sequence: Stream, needs: Sequence[int] | None = None) -> bool:
         """Return True if a sequence that could enter the queue, or could be admitted, must wait for a load.
 
-        ``needs``: of a sequence that could be admitted, the blocks of each KV cache group that the sequence
-        will take. At most one load at the arrival, and one at the admission after an arrival, a preemption or
-        a loss of ranks. Behind waiting sequences there is no load at the arrival: others would evict the
-        blocks."""
+        ``needs``: blocks of each KV cache group that a sequence at its admission will take; None at the
+        arrival. A sequence has at most one load at the arrival, and one load at the admission after an
+        arrival, a preemption or a loss of ranks. If other sequences wait, there is no load at the arrival:
+        the other sequences would evict the blocks."""
         if sequence.loading or sequence.fetches or self.book.off:
             return sequence.loading
         if sequence.loads_left < (2 if needs is None else 1) or (needs is None and self._state.waiting):
@@ -148,17 +155,17 @@ class Loads:
             return False
         entries = self.book.missing(hashes, reach)
         places = {entry: self.book.place_of(entry) for entry in entries}
-        whole = self._by_level(entries, places)
-        ahead = _sums(load.nbytes for load in self._loads.values())
-        if self._load_seconds(_sums((ahead, whole))) >= self._compute_seconds(before, reach):
-            self.speeds.refused(whole)
+        all_bytes = self._by_level(entries, places)
+        bytes_ahead = _sums(load.nbytes for load in self._loads.values())
+        if self._load_seconds(_sums((bytes_ahead, all_bytes))) >= self._compute_seconds(before, reach):
+            self.speeds.refused(all_bytes)
             self._notes[sequence.id] = ("slower", reach)
             self._count("slower")
             sequence.loads_left = 0
             return False
         self._touch(hashes, reach)
-        self._unkeep(sequence)
-        self._kept[sequence.id] = self._state.caches.keep(hashes[: reach // self._state.kv.block_size])
+        self._end_retention(sequence)
+        self._kept[sequence.id] = self._state.caches.retain(hashes[: reach // self._state.kv.block_size])
         pending = {entry for entry in entries if self.book.is_loading(entry)}
         left = [entry for entry in reversed(entries) if entry not in pending]
         nbytes = self._by_level(left, places)
@@ -172,14 +179,14 @@ class Loads:
         self._loads.pop(sequence.id, None)
         self._notes.pop(sequence.id, None)
         self._reached.pop(sequence.id, None)
-        self._unkeep(sequence)
+        self._end_retention(sequence)
         if preempted:
             sequence.loads_left = 1
         run = sequence.state
         if failed or not isinstance(run, Running) or sequence.chain is None:
             return
         if sequence.weights != self._state.weights:
-            return  # the weights have changed since: nobody reads the later blocks
+            return  # the weights have changed since: no other sequence can use the later blocks
         base = self._state.kv.block_size
         computed = int(self._state.columns.num_computed[run.slot]) // base
         owner = Owner(sequence.payer, sequence.salt, sequence.session)
@@ -211,23 +218,23 @@ class Loads:
     def admitted(self, sequence: Stream, num_hit: int) -> None:
         """Note an admission of a sequence with a hit of ``num_hit``. Count saved tokens."""
         self._notes.pop(sequence.id, None)
-        self._unkeep(sequence)
+        self._end_retention(sequence)
         before, after = self._reached.pop(sequence.id, (num_hit, num_hit))
         self._saved += max(0, min(num_hit, after) - before)
 
     def lost(self) -> None:
-        """Give up all loads after the caches were reset. Results of commands under way will be void.
-        Sequences that ran may load the blocks that are in the store."""
+        """End all loads after the caches were reset. Results of commands under way will be ignored. Requeued
+        sequences may load the blocks that are in the store."""
         self._ended.clear()
         self._kept.clear()
         self._apply(self.book.on(Lost(), 0.0))
-        # Commands that were not sent would store blocks that have other contents now: the commands end here.
+        # The blocks of unsent commands have other contents now. So the commands end here as lost.
         unsent, self._actions = self._actions, []
         for command in unsent:
             outcomes = bytes([BlockOutcome.LOST]) * command.size
             self._apply(self.book.on(CopiedBlocks(command.job, outcomes, 0, 0.0), self._now))
         for load in list(self._loads.values()):
-            self._go_on(load, "lost", math.nan)
+            self._end_wait(load, "lost", math.nan)
 
     # ---- called by the scheduler
 
@@ -238,9 +245,14 @@ class Loads:
 
     def reserved(self) -> list[int]:
         """Return the blocks of each KV cache group that sequences with loads at the admission will take. An
-        admission of others must leave these blocks, and so does not evict what has landed."""
+        admission of another sequence must leave these blocks free. So the admission evicts no loaded
+        block."""
         needs = (load.needs for load in self._loads.values() if load.needs is not None)
         return [sum(each) for each in zip([0] * len(self._state.caches.kinds), *needs, strict=True)]
+
+    def excuse(self, now: float) -> bool:
+        """Return True if a load at the admission reserves blocks, and the load's deadline has not passed."""
+        return any(load.needs is not None and now < load.due for load in self._loads.values())
 
     @property
     def next_due(self) -> float | None:
@@ -253,13 +265,13 @@ class Loads:
         return bool(self._ended or self.book.busy) and not self.book.off
 
     def expire(self, now: float) -> None:
-        """Let sequences whose wait has taken too long go on with the blocks that have landed."""
+        """End the wait of loads past the deadline: the sequences continue with the blocks loaded so far."""
         self._now = now
         for load in [load for load in self._loads.values() if load.due <= now]:
-            self._go_on(load, "late", now)
+            self._end_wait(load, "late", now)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learn the cost of steps with prompts."""
+        """Fit the cost model with the device ``seconds`` of ``plan``. Ignores plans without prompts."""
         if self._fitter is not None and plan.prefill.rows:
             self._fitter.observe(shape_of(plan), seconds)
 
@@ -277,8 +289,8 @@ class Loads:
             self._serve(now)
         if self.book.busy:
             self._apply(self.book.on(TierTick(), now))
-        made, self._actions = self._actions, []
-        return made
+        commands, self._actions = self._actions, []
+        return commands
 
     def on(self, event: TierEvent | StoreState | StoredElsewhere, now: float) -> None:
         """Apply an event of the ranks or of the store."""
@@ -288,7 +300,7 @@ class Loads:
         if isinstance(event, StoreState):
             self.store = event
             return
-        # A command whose blocks have all failed says nothing about the speed.
+        # A command without a loaded block is no measurement of the speed.
         if (
             isinstance(event, CopiedBlocks)
             and event.nbytes * event.seconds > 0
@@ -296,14 +308,14 @@ class Loads:
         ):
             self.speeds.levels[self.book.loads_from(event.job)].observe(event.nbytes, event.seconds)
         self._apply(self.book.on(event, now))
-        ahead = [0] * len(LEVELS)
+        bytes_ahead = [0] * len(LEVELS)
         for number, load in enumerate(list(self._loads.values())):
-            # Loads far behind have requested nothing yet: their deadline is enough. A load with commands
-            # under way is compared, too: two commands are always under way until the last.
+            # Loads far behind in the queue have requested nothing yet: the deadline is enough for them. A
+            # load with commands under way is compared, too, because two commands are always under way.
             if (load.left and number < _MOST_COMPARED) or not load.pending:
-                self._look(load, ahead, now)
+                self._check(load, bytes_ahead, now)
             if load.sequence.loading:
-                ahead = _sums((ahead, load.nbytes))
+                bytes_ahead = _sums((bytes_ahead, load.nbytes))
         self._changed()
 
     def stats(self, now: float = -math.inf) -> TierStats:
@@ -314,7 +326,7 @@ class Loads:
             nbytes=sum(one.nbytes for one in known.values()),
             blocks=self.book.num_stored,
             waiting=len(self._loads),
-            pinned=self.book.held,
+            pinned=self.book.num_copying,
             off=int(bool(self.book.off) or self.book.stalled(max(now, self._now))),
             loads=dict(self._outcomes),
             load_bytes=sum(self._level_bytes),
@@ -339,7 +351,8 @@ class Loads:
     # ----
 
     def _apply(self, actions: Sequence[TierAction]) -> None:
-        """Queue commands, and take ended loads of blocks off the waiting sequences."""
+        """Queue the commands of ``actions``, and remove blocks with a result from the pending blocks of all
+        loads."""
         for action in actions:
             if isinstance(action, CopyBlocks):
                 self._actions.append(action)
@@ -356,9 +369,9 @@ class Loads:
                 seconds = self._compute_seconds(load.before, load.reach)
                 load.due = now + min(max(seconds, SOONEST_S), LATEST_S)
         if self.book.off or self.book.stalled(now):
-            # A stuck disk gets no further commands: sequences without a command under way wait for nothing.
+            # A stuck disk gets no further commands. So a load without a command under way cannot continue.
             for load in [load for load in self._loads.values() if not load.pending]:
-                self._go_on(load, "off" if self.book.off else "late", now)
+                self._end_wait(load, "off" if self.book.off else "late", now)
             return
         starved = self._starved()  # admission comes first
         for load in [load for load in self._loads.values() if load.needs is not None or not starved]:
@@ -366,13 +379,13 @@ class Loads:
                 if not self._request(load, now):
                     return
             if not load.pending:
-                self._look(load, _NOTHING, now)
+                self._check(load, _NO_BYTES, now)
 
     def _request(self, load: _Load, now: float) -> bool:
-        """Request the next blocks of a load. Return False without room."""
-        while load.left and (self._there(load.left[-1]) or self.book.is_loading(load.left[-1])):
+        """Request the next blocks of a load. Return False if there is no room for further commands."""
+        while load.left and (self._in_pool(load.left[-1]) or self.book.is_loading(load.left[-1])):
             entry = load.left.pop()
-            self._take(load, [entry])
+            self._subtract(load, [entry])
             if self.book.is_loading(entry):
                 load.pending.add(entry)
         if not load.left:
@@ -380,67 +393,72 @@ class Loads:
         # One command loads from one level, so that each command measures one level.
         place = load.places[load.left[-1]]
         # The same key twice in one command would load the block twice.
-        looked = dict.fromkeys(load.left[: -_MOST_LOOKED - 1 : -1])
+        next_entries = dict.fromkeys(load.left[: -_MOST_LOOKED - 1 : -1])
         leading = [
             entry
-            for entry in looked
-            if load.places[entry] == place and not self._there(entry) and not self.book.is_loading(entry)
+            for entry in next_entries
+            if load.places[entry] == place and not self._in_pool(entry) and not self.book.is_loading(entry)
         ]
         entries = leading[: self.book.room(leading, self._promised())]
         if not entries:
             return False
         chosen = set(entries)
         taken = [entry for entry in load.left[-_MOST_LOOKED:] if entry in chosen]
-        self._take(load, taken)
+        self._subtract(load, taken)
         load.left[-_MOST_LOOKED:] = [entry for entry in load.left[-_MOST_LOOKED:] if entry not in chosen]
         load.pending.update(entries)
         self._level_bytes[place] += self.book.bytes_of(entries)
         self._apply(self.book.on(Wanted(entries), now))
         return True
 
-    def _unkeep(self, sequence: Stream) -> None:
+    def _end_retention(self, sequence: Stream) -> None:
         """Let the prefix of a load be evicted like other blocks."""
         if (names := self._kept.pop(sequence.id, None)) is not None:
-            self._state.caches.unkeep(names)
+            self._state.caches.end_retention(names)
 
-    def _take(self, load: _Load, entries: Sequence[Entry]) -> None:
+    def _subtract(self, load: _Load, entries: Sequence[Entry]) -> None:
         """Subtract blocks from the bytes that a load still needs."""
         for entry in entries:
             load.nbytes[load.places[entry]] -= self.book.bytes_of([entry])
 
     def _by_level(self, entries: Sequence[Entry], places: Mapping[Entry, int]) -> list[int]:
         """Return the bytes of blocks on one rank, of each level."""
-        found = [0] * len(LEVELS)
+        nbytes = [0] * len(LEVELS)
         for entry in entries:
-            found[places[entry]] += self.book.bytes_of([entry])
-        return found
+            nbytes[places[entry]] += self.book.bytes_of([entry])
+        return nbytes
 
-    def _there(self, entry: Entry) -> bool:
+    def _in_pool(self, entry: Entry) -> bool:
+        """Return True if the prefix cache has the block ``entry``."""
         return self.book.kinds[entry[0]].has(entry[1])
 
-    def _look(self, load: _Load, ahead: Sequence[int], now: float) -> None:
+    def _check(self, load: _Load, bytes_ahead: Sequence[int], now: float) -> None:
         """End the wait of a load that is complete, has failed, or would take longer than computing the
-        rest. ``ahead``: bytes that the loads before have not requested yet."""
+        missing positions. ``bytes_ahead``: bytes of each level that earlier loads have not requested yet."""
         if not load.left or self.book.off:
             if not load.pending:
-                self._go_on(load, "off" if load.left else "done", now)
+                self._end_wait(load, "off" if load.left else "done", now)
             return
         reached = self._state.caches.hit(load.hashes, load.limit)
-        rest = self._compute_seconds(max(reached, load.before), load.reach)
-        if self._load_seconds(_sums((ahead, load.nbytes))) > rest:
-            self._go_on(load, "cut", now)
+        compute_seconds = self._compute_seconds(max(reached, load.before), load.reach)
+        if self._load_seconds(_sums((bytes_ahead, load.nbytes))) > compute_seconds:
+            self._end_wait(load, "cut", now)
 
-    def _go_on(self, load: _Load, outcome: str, now: float) -> None:
-        """Let a sequence enter the queue with what has landed."""
+    def _end_wait(self, load: _Load, outcome: str, now: float) -> None:
+        """End the wait: the sequence enters the queue with the blocks loaded so far.
+
+        ``outcome``: "done" (all blocks had a result), "cut" (computing is faster), "late", "lost" or "off".
+        ``now``: NaN if unknown.
+        """
         sequence = load.sequence
         reached = self._state.caches.hit(load.hashes, load.limit)
         if outcome == "done" and reached < load.reach:
-            outcome = self._why(load)
+            outcome = self._shortfall(load)
         self._count(outcome)
         if not math.isnan(now) and not math.isnan(load.began):
             self._seconds += now - load.began
         if reached < load.reach:
-            self._notes[sequence.id] = (_SHOWN.get(outcome, outcome), load.reach)
+            self._notes[sequence.id] = (_MISS_REASONS.get(outcome, outcome), load.reach)
         if reached > load.before:
             before, _ = self._reached.get(sequence.id, (load.before, 0))
             self._reached[sequence.id] = (min(before, load.before), reached)
@@ -451,8 +469,9 @@ class Loads:
         self._state.loaded(sequence)
         self._changed()
 
-    def _why(self, load: _Load) -> str:
-        """Return why a load of all blocks has a shorter hit."""
+    def _shortfall(self, load: _Load) -> str:
+        """Return why the hit is shorter than the load although all blocks had a result: the outcome of the
+        first missing block, or "evicted"."""
         failed = self.book.failed
         for kind, key in self.book.missing(load.hashes, load.reach):
             outcome = failed.get((kind, key))
@@ -461,8 +480,8 @@ class Loads:
         return "evicted"
 
     def _touch(self, hashes: Sequence[bytes], position: int) -> None:
-        """Mark the blocks of a prefix that are in the pool, also behind a gap, as recently used: a load of
-        the other blocks must not evict the marked blocks."""
+        """Mark all blocks of the first ``position`` positions that are in the pool as recently used, also
+        behind a missing block. Otherwise the load of the missing blocks could evict these blocks."""
         for group, kind in zip(self._state.caches.kinds, self.book.kinds, strict=True):
             for key in reversed(kind.needed(hashes, position)):
                 if kind.has(key):
@@ -480,7 +499,7 @@ class Loads:
         model = self._cost()
         beside = self._decode_rows()
         room = max(self._chunk - beside.decode_tokens, 1)
-        # A long prompt in small chunks: one chunk stands for its neighbours.
+        # With many small chunks, predict only one of every `each` consecutive chunks.
         each = max(1, -(-(end - start) // room) // _MOST_PREDICTED)
         seconds = 0.0
         for at in range(start, end, room * each):

@@ -39,15 +39,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A prefill row of a plan, and the slot updates before the row."""
+    """A prefill row of a plan, and the slot updates before the row. See ``weft.types.plan.Segment``."""
 
     sequence: Sequence
     run: Running
     start: int
+    """First position of the chunk."""
     count: int
+    """Number of tokens of the chunk."""
     logits: int
+    """Number of trailing positions with logits."""
     sample: int
+    """1 if the last position samples a token, else 0."""
     next_k: int
+    """Number of drafts to propose after the row."""
     ops: list[SlotUpdate]
 
 
@@ -160,6 +165,7 @@ class PlanBuilder:
         return starts
 
     def add_prefill(self, row: Row) -> None:
+        """Add a prefill row. The tokens and the prompt logprobs of the row use up the budgets."""
         self.chunks[row.sequence.id] = row
         self.budget -= row.count
         self.prompt_logits -= (row.logits - row.sample) * row.sequence.logit_cost
@@ -188,7 +194,7 @@ class PlanBuilder:
         self._growth = [kept for op in self._growth if (kept := _without(op, run.slot)) is not None]
 
     def lack(self, sequence: Sequence) -> None:
-        """Note that ``sequence`` has no row for lack of blocks. Only the oldest such sequence is recorded."""
+        """Record that ``sequence`` has no row for lack of blocks. ``lacking`` keeps the oldest such key."""
         self.lacking = sequence.key if self.lacking is None else min(self.lacking, sequence.key)
 
     def close(self) -> PlanBuilder:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.config.sections.all import SchedulerSection, SpeculationSection
-from weft.scheduler.crowding import crowding, num_batch, of_batch, online_work
+from weft.scheduler.crowding import batch_victim, choose_victim, num_batch, online_work
 from weft.scheduler.images.whole_images import whole_end
 from weft.scheduler.plan_builder import DecodeRows, PlanBuilder, Row
 from weft.scheduler.policy.batch_rows import BatchRows
@@ -101,8 +101,8 @@ class Planner:
             self._admit(builder)
 
     def _decode(self, builder: PlanBuilder) -> None:
-        """Add one row for every sequence past the known ids. May preempt sequences for blocks; rows without
-        blocks are left out. A sequence that may be at the limit gets no row."""
+        """Add one decode row for every sequence whose known ids are all scheduled. May preempt sequences for
+        blocks; rows without blocks are left out. A sequence that may be at its limit gets no row."""
         state, columns = self._state, self._state.columns
         slots = state.order()
         if not len(slots) and self.drafts is None:
@@ -137,16 +137,16 @@ class Planner:
         """Return the rows with the available drafts to verify and the number of drafts to propose, within all
         limits.
 
-        Counts as one choice of ``policy``. If prompts wait, drafts are shortened to leave one block of the
-        ``budget`` for prompts, or one image that a chunk may not cut.
+        Counts as one choice of ``policy``. If prompts wait, rows verify fewer drafts, so that the ``budget``
+        has tokens left for prompts: one block, or one image that a chunk may not cut.
         """
         state, columns, slots = self._state, self._state.columns, rows.slots
         starts = columns.num_scheduled[slots]
         room = columns.limit[slots] - 1 - starts  # [rows], tokens left for each row
-        waits = len(state.waiting) or len(slots) < len(state.running)
+        prompts_wait = len(state.waiting) or len(slots) < len(state.running)
         counts = 1 + np.minimum(columns.drafts[slots], room - 1)
-        least = max(state.kv.block_size, 0 if state.kv.media is None else state.kv.media.whole)
-        rows = DecodeRows(slots, counts, rows.next_k).within(budget - (least if waits else 0))
+        for_prompts = max(state.kv.block_size, 0 if state.kv.media is None else state.kv.media.whole)
+        rows = DecodeRows(slots, counts, rows.next_k).within(budget - (for_prompts if prompts_wait else 0))
         next_k = policy.choose(slots, starts, np.maximum(room - rows.counts - 1, 0))
         return DecodeRows(slots, rows.counts, next_k)
 
@@ -164,7 +164,7 @@ class Planner:
             if builder.budget < 1:
                 return
             start = int(columns.num_scheduled[run.slot])
-            if self._gone(sequence, start):
+            if self._return_if_image_lost(sequence, start):
                 continue
             end = self._chunk_end(sequence, start, run.known, builder)
             if end <= start:
@@ -177,8 +177,8 @@ class Planner:
                 self._add_chunk(builder, sequence, run, end, next_k, ops)
 
     def _adopt_first(self) -> None:
-        """Give slots to the leading sequences of the queue with received KV. The sequences decode in the same
-        step."""
+        """Give slots to the sequences with received KV at the head of the queue. These sequences decode in
+        the same step."""
         waiting = self._state.waiting
         while waiting and (tables := (first := waiting.first()).tables) is not None and self._has_slot():
             if not self._has_room(first):
@@ -186,7 +186,8 @@ class Planner:
             self._adopt(first, tables)
 
     def _adopt_behind(self) -> None:
-        """Give slots to all waiting sequences with received KV, because the first of the queue lacks blocks.
+        """Give slots to all waiting sequences with received KV, because the first sequence of the queue lacks
+        blocks.
 
         A sequence with received KV already owns blocks, and releases the blocks only by running.
         """
@@ -200,8 +201,8 @@ class Planner:
             self.drafts.enter(run.slot)
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """Return True if the side memory of ``sequence`` fits beside the running sequences, or is the only
-        one."""
+        """Return True if ``sequence.side_bytes`` fits into ``SIDE_BYTES`` beside the running sequences, or if
+        no running sequence has side bytes."""
         taken = sum(other.side_bytes for other in self._state.running) if sequence.side_bytes else 0
         return not taken or taken + sequence.side_bytes <= SIDE_BYTES
 
@@ -219,12 +220,12 @@ class Planner:
         state = self._state
         if builder.lacking is not None or builder.preempted or not state.waiting:
             return
-        promised = self._taken()
+        promised = self._promised_or_loading()
         while state.waiting and builder.budget >= 1 and self._has_room(state.waiting.first()):
             sequence = state.waiting.first()
             yielding = None
             if len(state.running) >= self._most_running:
-                yielding = crowding(state, sequence)
+                yielding = choose_victim(state, sequence)
                 if yielding is None:
                     return
             elif not state.slots.available():
@@ -235,7 +236,7 @@ class Planner:
             if sequence.protected and not state.guaranteed(sequence):
                 return
             hashes, num_hit = state.lookup(sequence)
-            if self._gone(sequence, num_hit):
+            if self._return_if_image_lost(sequence, num_hit):
                 continue
             known = len(sequence.tokens)
             behind = min(known + 1, sequence.limit)  # an embedding sequence ends with the prompt
@@ -243,18 +244,21 @@ class Planner:
             # A sequence with received KV owns its blocks. Prefills in progress and sequences with loads will
             # still take ``promised`` blocks, so admission must leave enough blocks.
             if sequence.tables is None and not state.caches.fits(wanted := _sums(needed, promised)):
-                if self._batch_gives_way(sequence, wanted, builder):
-                    promised = self._taken()
+                if self._preempt_batch(sequence, wanted, builder):
+                    promised = self._promised_or_loading()
                     continue
                 self.starved = True
                 self._adopt_behind()
                 return
             if sequence.tables is None and state.load_first(sequence, needed):
-                return  # most loads end before the next step: a prompt from behind would delay the sequence
+                if builder.rows or state.in_flight:
+                    return  # Most loads end before the next step. A later prompt in this step would cause delay.
+                promised = self._taken()
+                continue  # No step would follow, so plan the sequence behind now.
             if yielding is not None:
                 state.waiting.invite(sequence)
                 self._reserver.preempt(yielding, builder, yields=True)
-                promised = self._taken()
+                promised = self._promised_or_loading()
                 continue
             end = self._first_end(sequence, num_hit, known, builder)
             if end <= num_hit:
@@ -272,34 +276,38 @@ class Planner:
 
     # ---- parts of the phases
 
-    def _batch_gives_way(self, sequence: Sequence, needed: list[int], builder: PlanBuilder) -> bool:
-        """Preempt a sequence of a batch that has blocks for ``sequence``. Return False without one, and if
-        the steps in flight release enough blocks."""
-        victim = None if self._state.caches.will_fit(needed) else of_batch(self._state, sequence)
+    def _preempt_batch(self, sequence: Sequence, needed: list[int], builder: PlanBuilder) -> bool:
+        """Preempt a running sequence of a batch to free blocks for ``sequence``. Return False, without any
+        change, if there is no such sequence, or if the steps in flight will release enough blocks.
+
+        ``needed``: blocks of each KV cache group.
+        """
+        victim = None if self._state.caches.will_fit(needed) else batch_victim(self._state, sequence)
         if victim is None:
             return False
         self._reserver.preempt(victim, builder, yields=True)
         return True
 
-    def _gone(self, sequence: Sequence, start: int) -> bool:
-        """Return True and return the sequence to the router if an image at or after ``start`` is lost.
+    def _return_if_image_lost(self, sequence: Sequence, start: int) -> bool:
+        """If an image at or after position ``start`` is lost, return the sequence to the router. Return True
+        if so.
 
-        Applies only to a sequence with images from another group.
+        Applies only to a sequence with images that this group cannot encode.
         """
-        if sequence.relies and (gone := self._state.media.lost(sequence, start)):
-            self._state.return_to_router(sequence, "an image of another group was evicted")
-            return gone
-        return False
+        if not sequence.relies or not self._state.media.lost(sequence, start):
+            return False
+        self._state.return_to_router(sequence, "an image of another group was evicted")
+        return True
 
     def _first_end(self, sequence: Sequence, start: int, known: int, builder: PlanBuilder) -> int:
         """Return where the first chunk of an admitted sequence ends; ``start`` if the sequence must wait.
 
         A sequence with images to encode here waits while an earlier sequence lacks blocks for received
-        images. Running sequences release enough memory at once only if no others follow.
+        images: the earlier sequence needs the image memory that running sequences release.
         """
         state = self._state
-        waits = state.running and sequence.media and state.images.waits_before(sequence)
-        if waits and state.media.encodes(sequence, start):
+        others_wait = state.running and sequence.media and state.images.waits_before(sequence)
+        if others_wait and state.media.encodes(sequence, start):
             return start
         return self._chunk_end(sequence, start, known, builder)
 
@@ -313,7 +321,7 @@ class Planner:
         return whole_end(sequence, start, end, builder.budget, self._state.kv.media)
 
     def _cut_end(self, sequence: Sequence, start: int, known: int, builder: PlanBuilder) -> int:
-        """Return the result of ``_chunk_end`` for images that a chunk may cut."""
+        """Return where the chunk from ``start`` ends if a chunk may cut images; ``start`` without room."""
         most = min(builder.budget, self._threshold, known - start)
         if self.chunks is not None:
             most = self.chunks.room(start, most)
@@ -322,8 +330,7 @@ class Planner:
             most = self._batches.room(most)
         end = start + most
         logits, sample = sequence.prefill_logits(start, end)
-        # Prompt logprobs cost as much as the rest of a step, so the positions with prompt logprobs are
-        # limited.
+        # Prompt logprobs take as long as the rest of a step. So the number of such positions is limited.
         room = max(0, -(-builder.prompt_logits // sequence.logit_cost))
         if logits - sample > room:
             end = min(end, max(start, sequence.delivered) + room)
@@ -346,8 +353,8 @@ class Planner:
         known = len(sequence.tokens)
         room = sequence.limit - 2 - known
         if self.drafts is not None and sequence.sends and end == known:
-            # Without a draft to propose, the drafter would leave out entries in the drafter's cache, which is
-            # sent as well.
+            # Without a draft to propose, the drafter would leave out entries in its cache. The transfer sends
+            # the drafter's cache, too.
             return int(known + 2 <= sequence.limit and self._state.caches.cut(start, end + 1) > end)
         if self.drafts is None or end < known or room < 1 or builder.lacking is not None:
             return 0
@@ -381,13 +388,14 @@ class Planner:
             ops = [*ops, *self._state.transfers.export(sequence, start, end)]
         builder.add_prefill(Row(sequence, run, start, end - start, logits, sample, next_k, ops))
 
-    def _taken(self) -> list[int]:
-        """Return ``promised`` and the blocks of sequences with loads at the admission."""
+    def _promised_or_loading(self) -> list[int]:
+        """Return the blocks of each KV cache group that an admission must leave: ``promised``, and the blocks
+        of sequences with loads at the admission."""
         loads = self._state.loads
         return self.promised() if loads is None else _sums(self.promised(), loads.reserved())
 
     def promised(self) -> list[int]:
-        """Return the blocks of each KV cache group still to be taken by prefills in progress."""
+        """Return the blocks of each KV cache group that prefills in progress still need."""
         state = self._state
         total = [0] * len(state.caches.kinds)
         slots = state.order()

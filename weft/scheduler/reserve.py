@@ -26,25 +26,26 @@ class Reserver:
         """
         state = self._state
         columns = self._state.columns
-        whole = builder.lacking is None
-        if whole and self._grow_all(rows, short, builder):
+        # If an older sequence lacks blocks, younger rows must not take blocks: no attempt for all rows.
+        nobody_lacks = builder.lacking is None
+        if nobody_lacks and self._grow_all(rows, short, builder):
             return rows
         if state.kv.drafts:
             rows = rows.without_drafts(short)
             short &= columns.num_scheduled[rows.slots] + 1 > columns.reserved[rows.slots]
-            if whole and self._grow_all(rows, short, builder):
+            if nobody_lacks and self._grow_all(rows, short, builder):
                 return rows
         # Row by row: a row may preempt later sequences, and the plan then loses their rows.
-        out = np.zeros(len(columns.gen), bool)
+        left_out = np.zeros(len(columns.gen), bool)  # [slots]
         for slot in rows.slots[short].tolist():
             sequence = state.in_slot[slot]
             if sequence is None:  # preempted by an earlier row
                 continue
             reserved = self.reserve(sequence, sequence.state, int(columns.num_scheduled[slot]) + 1, builder)
-            out[slot] = reserved is None
+            left_out[slot] = reserved is None
             builder.grow(reserved or [])
         # gen is 0 in a freed slot, so preempted rows are dropped too.
-        return rows.where((columns.gen[rows.slots] > 0) & ~out[rows.slots])
+        return rows.where((columns.gen[rows.slots] > 0) & ~left_out[rows.slots])
 
     def _grow_all(self, rows: DecodeRows, short: np.ndarray, builder: PlanBuilder) -> bool:
         """Extend the tables of all rows ``short`` and add the slot updates to ``builder``. Return False,
@@ -125,9 +126,9 @@ class Reserver:
     def preempt(self, victim: Sequence, builder: PlanBuilder, *, yields: bool = False) -> None:
         """Preempt ``victim``, remove the row from ``builder`` and set ``builder.preempted``. Raises
         EngineDead if ``victim`` does not run."""
-        held = victim.state
-        if not isinstance(held, Running):
-            raise EngineDead("a sequence is in the running queue that does not run")
-        builder.drop(victim, held)
+        run = victim.state
+        if not isinstance(run, Running):
+            raise EngineDead("the running queue has a sequence that does not run")
+        builder.drop(victim, run)
         builder.preempted = True
-        self._state.preempt(victim, held, yields=yields)
+        self._state.preempt(victim, run, yields=yields)

@@ -59,7 +59,7 @@ _log = get_logger(__name__)
 
 MAX_IN_FLIGHT = 2
 ALL_LOGPROBS_BYTES = 16 << 20
-"""Bytes of prompt logprobs of whole vocabularies that one step makes; at least one position."""
+"""Maximum bytes of prompt logprobs over the whole vocabulary in one step. One position is always allowed."""
 MAX_EMPTY_PLANS = 64
 """Maximum consecutive plans without rows while work waits and no row is in flight. Then the group fails."""
 BLOCKED_S = 600.0
@@ -262,7 +262,7 @@ class Scheduler:
         self._transfers.expire(now)
         if self.embeddings is not None:
             self.embeddings.expire(now)
-        events += self._state.transfers.given_back()
+        events += self._state.transfers.take_events()
         if events:
             self._blocked = False
         return events
@@ -296,7 +296,7 @@ class Scheduler:
         found = self._state.live.get(sequence)
         if found is None:
             # a late event would end a later attempt with the same id
-            return self._state.transfers.untold(sequence)
+            return self._state.transfers.take_events_of(sequence)
         self._blocked_until.pop(sequence, None)
         self._state.end(found, "abort")
         self._blocked = False
@@ -304,7 +304,7 @@ class Scheduler:
         return [TokenEvent(sequence=sequence, num_cached=num_cached, finish="abort", position=found.position)]
 
     def begin_again(self) -> None:
-        """Preempt all running sequences: prompts and outputs are computed again. No step may be in flight."""
+        """Preempt all running sequences. Prompts and outputs are recomputed. No step may be in flight."""
         for sequence in self._state.running.snapshot():
             run = sequence.state
             assert isinstance(run, Running)
@@ -338,7 +338,7 @@ class Scheduler:
             TokenEvent(sequence=s.id, num_cached=max(s.num_cached, 0), finish="error", error=error)
             for s in often
         ]
-        return events + self._state.transfers.given_back()
+        return events + self._state.transfers.take_events()
 
     @property
     def adapter_updates(self) -> list[AdapterUpdate]:
@@ -376,7 +376,7 @@ class Scheduler:
         self._state.transfers.now = now
         self._transfers.on(event)
         self._blocked = False
-        return self._state.transfers.given_back()
+        return self._state.transfers.take_events()
 
     def transfer_requests(self) -> list[TransferRequest]:
         """Answer open offers, which may reserve blocks. Return and clear all requests to transfers, in order.
@@ -425,9 +425,9 @@ class Scheduler:
         while True:
             builder = self._begin(self._section.max_num_batched_tokens)
             self.planner.fill(builder)
-            if builder.rows or not (builder.preempted or self._despairs()):
+            if builder.rows or not (builder.preempted or self._retry_for_images()):
                 break  # after a preemption the released blocks may be free at once: try again
-        self._state.media.desperate = False
+        self._state.media.evict_slotless = False
         self.planner.lacked = builder.lacking is not None
         if builder.rows:
             self._empty_plans = 0
@@ -453,7 +453,7 @@ class Scheduler:
         Raises EngineDead if ``builder`` is not the last builder.
         """
         if builder is not self._built:
-            raise EngineDead("a step is to be launched that is not the one that was built last")
+            raise EngineDead("only the step that was built last can be frozen")
         state = self._state
         step = builder.step
         # Order matters: snapshots copy states before rows of the plan overwrite the states.
@@ -477,7 +477,7 @@ class Scheduler:
         """
         state = self._state
         if not state.in_flight or state.in_flight[0] is not plan:
-            raise EngineDead("masks are made once all steps before have committed")
+            raise EngineDead("the masks of a step need the commits of all earlier steps")
         columns = state.columns
         return masks_of(plan, self._vocab_size, columns.gen, columns.constrained, state.in_slot)
 
@@ -488,11 +488,13 @@ class Scheduler:
         Raises EngineDead for another plan or a wrong result. See ``weft.scheduler.commit``.
         """
         events = commit(self._state, plan, result, self.planner.drafts)
-        return events + self._state.transfers.given_back() if self._state.transfers.events else events
+        return events + self._state.transfers.take_events() if self._state.transfers.events else events
 
     def observe(self, plan: StepPlan, seconds: float, uncaptured: bool = False) -> None:
-        """Teach the chunk policy and the draft policy the device time of ``plan``: ``seconds`` from the
-        start, or from the end of the step before. Does nothing for a plan without rows.
+        """Report the device time of ``plan`` to the loads, the chunk policy and the draft policy. Does
+        nothing for a plan without rows.
+
+        ``seconds``: from the start of the step, or from the end of the step before if that end is later.
 
         ``uncaptured``: the step ran without capture and took longer than replayed steps will take. Such a
         time is not used to fit the cost model.
@@ -523,18 +525,18 @@ class Scheduler:
         self._state.counts.forgotten_blocks += self._state.caches.forget_prefixes()
 
     def use_weights(self, name: bytes) -> None:
-        """Name the prefixes of sequences that begin, or begin again, by ``name`` of the weights. No step may
-        be in flight."""
+        """Use ``name``, the name of the weights, in the prefix hashes of all sequences that are admitted from
+        now on. No step may be in flight. See ``SchedulerState.use_weights``."""
         self._state.use_weights(name)
 
     def stats(self) -> EngineStats:
         """Return all counters and gauges."""
-        made = engine_stats(self._state, self._num_waiting, self._transfers.stats())
-        return made if self.loads is None else msgspec.structs.replace(made, tier=self.loads.stats())
+        stats = engine_stats(self._state, self._num_waiting, self._transfers.stats())
+        return stats if self.loads is None else msgspec.structs.replace(stats, tier=self.loads.stats())
 
     def use_tier(self, dtype: str, mode: StoreMode, write_rate: float = 0.0) -> Loads:
-        """Attach a KV tier, before any sequence. Return the loads, which the engine serves. ``dtype``: of the
-        model. See ``TierBook``."""
+        """Attach a KV tier. Call before the first ``add``. Return the loads: the engine carries out their
+        requests. ``dtype``: name of the model's dtype. ``mode``, ``write_rate``: see ``TierBook``."""
         state, chunks = self._state, self.planner.chunks
         book = TierBook(state.caches, self._pins, state.kv, dtype, mode, write_rate)
         self.loads = state.loads = Loads(
@@ -563,17 +565,17 @@ class Scheduler:
     def _num_waiting(self) -> int:
         return len(self._state.live) - len(self._state.running)
 
-    def _despairs(self) -> bool:
-        """Return True, once per build, and set ``media.desperate`` if the step without rows must be tried
-        again.
+    def _retry_for_images(self) -> bool:
+        """Set ``media.evict_slotless`` and return True if a step without rows must be filled again. Return
+        True at most once per build.
 
-        Desperate mode: no row is in flight, an image lacks memory, and the image may take memory from
-        sequences without a slot.
+        The case: no row is in flight and an image lacks memory. In the second try the image may take memory
+        from sequences without a slot.
         """
         state = self._state
-        if not state.media.short or state.media.desperate or any(plan.rows for plan in state.in_flight):
+        if not state.media.short or state.media.evict_slotless or any(plan.rows for plan in state.in_flight):
             return False
-        state.media.desperate = True
+        state.media.evict_slotless = True
         return True
 
     def _unblock(self) -> None:
@@ -590,7 +592,7 @@ class Scheduler:
         # Blocks lacked by admission, by rows, by senders with states to save, or memory lacked by images.
         state = self._state
         waits = state.waiting or len(state.running)
-        lacking = self.planner.lacked or self.planner.starved or state.transfers.parting or state.media.short
+        lacking = self.planner.lacked or self.planner.starved or state.transfers.unsaved or state.media.short
         excused = lacking and state.excuse(now)
         self._blocked = bool(excused and not state.in_flight)
         if not waits or excused or any(plan.rows for plan in state.in_flight):

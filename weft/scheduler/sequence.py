@@ -33,7 +33,7 @@ preempted again."""
 TURN = 32
 """Number of output tokens after which a newcomer may take the slot of a sequence."""
 MOST_YIELDS = 4
-"""Maximum number of preemptions of a sequence in favor of others."""
+"""Maximum number of preemptions of a sequence in favor of a waiting sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,7 @@ class Sequence:
         return -1 if self.transfer is None else self.num_output
 
     def may_skip(self) -> int:
-        """Return how many leading positions need no computing if cached.
+        """Return the number of leading positions that need not be computed if the cache has them.
 
         The last known id is always computed. Pooling by mean or cls needs all positions. Prompt logprobs
         need all positions not delivered yet, and routes all positions whose routes are not known yet.
@@ -336,8 +336,8 @@ class Sequence:
         )
 
     def prefill_logits(self, start: int, end: int) -> tuple[int, int]:
-        """Return (logits, sample) of a prefill row over ``start .. end - 1``: trailing positions with
-        each."""
+        """Return (logits, sample) of a prefill row over ``start`` .. ``end`` - 1: the number of trailing
+        positions with logits, and the number of trailing positions that sample (0 or 1)."""
         sample = int(end == len(self.tokens) and not self.pooling)
         if self.delivered < self.prompt_logprobs:
             return max(end - max(start, self.delivered), 0), sample

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 MIXED = b"mixed"
-"""In place of a name of weights: the sequence runs since before a change of the weights."""
+"""Value of ``Sequence.weights`` for a sequence that has run through a change of the weights."""
 
 
 class SchedulerState:
@@ -82,8 +82,9 @@ class SchedulerState:
         """Slot updates without a row. The next plan carries all of them."""
         self.adapters = AdapterBook(places, lambda op: self.ops.append(op))
         self._order: np.ndarray | None = None
+        """Cached result of ``order``; None after a change of a slot."""
         self._steady: SteadyRows | None = None
-        self._repeats: np.ndarray | None = None
+        self._last_order: np.ndarray | None = None
         """The order of the slots at the last call of ``steady``."""
         self.in_flight: deque[StepPlan] = deque()
         """Plans without a commit, oldest first."""
@@ -118,16 +119,16 @@ class SchedulerState:
     def arrived(self, sequence: Sequence) -> None:
         """Clear ``blocked`` and unblock a sequence, unless images or KV are missing. Idempotent."""
         sequence.blocked = False
-        self._go_on(sequence)
+        self._enqueue_if_ready(sequence)
 
     def loaded(self, sequence: Sequence) -> None:
         """Unblock a sequence, unless other input is missing: the load from a KV tier has ended."""
-        self._go_on(sequence)
+        self._enqueue_if_ready(sequence)
 
     def images_received(self, sequence: Sequence) -> None:
         """Unblock a sequence, unless other input is missing: all images from other groups are received."""
         sequence.blocked_images = False
-        self._go_on(sequence)
+        self._enqueue_if_ready(sequence)
 
     def end(self, sequence: Sequence, finish: str, error: ErrorInfo | None = None) -> None:
         """End a live sequence in any state. Free the slot and the blocks, and cancel open transfers with
@@ -158,7 +159,7 @@ class SchedulerState:
         self.waiting.leave(sequence)
         self._leave(sequence)
         for ready in self.adapters.leave(sequence):
-            self._go_on(ready)
+            self._enqueue_if_ready(ready)
         self.images.ended(sequence, finish, error)
         if sequence.transfer is not None:
             self.transfers.ended(sequence, finish, error)
@@ -206,12 +207,12 @@ class SchedulerState:
         for sequence in list(self.live.values()):
             if sequence.transfer is not None and (isinstance(sequence.state, Running) or sequence.tables):
                 self.return_to_router(sequence, "the processes that had the sequence's cache were lost")
-        for key in list(self.transfers.parting):
-            self.part(key)
+        for key in list(self.transfers.unsaved):
+            self.release_sender(key)
         ran = self.running.snapshot()
         for sequence in ran:
             sequence.move(Waiting())
-            sequence.loads_left = 1  # the caches are lost, a disk is not
+            sequence.loads_left = 1  # the blocks on the device are lost, but the KV tier may have copies
             self.running.remove(sequence)
             self.waiting.stop(sequence)
             self.waiting.add(sequence)
@@ -338,9 +339,9 @@ class SchedulerState:
     def use_weights(self, name: bytes) -> None:
         """Name the prefixes of sequences that begin, or begin again, by ``name``. No step may be in flight.
 
-        INVARIANT: a block has the hash of a chain only if all KV of the block, and of the blocks before, was
-        computed with the weights in the name of the chain. So the blocks that a running sequence fills from
-        now on, beside KV of the old weights, get hashes that no other sequence has.
+        INVARIANT: a block has a hash of a chain only if the chain's weights have computed all KV of the block
+        and of the blocks before. From now on a running sequence fills blocks behind KV of the old weights.
+        These blocks get hashes that no other sequence has.
         """
         for sequence in self.running:
             run = sequence.state
@@ -389,16 +390,16 @@ class SchedulerState:
         self.waiting.add(sequence)
         self.prompt_computed(sequence)
 
-    def part(self, key: TransferKey) -> None:
+    def release_sender(self, key: TransferKey) -> None:
         """Release the slot and the blocks of a sender after the handoff. Does nothing if the sender has no
         slot any more.
 
         The receiver has all entries, so the state of the sender is no longer needed.
         """
-        left = self.transfers.part(key)
-        if left is not None:
-            self.caches.release(*left)
-            self.slots.release(*left)
+        slot_and_step = self.transfers.skip_saving(key)
+        if slot_and_step is not None:
+            self.caches.release(*slot_and_step)
+            self.slots.release(*slot_and_step)
 
     def save(self, step: int) -> list[SlotUpdate]:
         """Return slot updates of plan ``step`` to save the states of senders after the handoff; [] without
@@ -406,7 +407,7 @@ class SchedulerState:
 
         The senders leave the slots with the plan, so the plan must be certain to run.
         """
-        if not self.transfers.parting:
+        if not self.transfers.unsaved:
             return []
         ops, slots = self.transfers.save(step)
         for slot in slots:
@@ -422,8 +423,8 @@ class SchedulerState:
         return self.caches.marks(hashes, len(sequence.tokens), num_hit)
 
     def snapshots(self, step: int) -> list[SlotUpdate]:
-        """Return slot updates of plan ``step`` to save all states now at a boundary, and record the
-        snapshots. The plan must be sure to run.
+        """Return slot updates of plan ``step`` that save the recurrent states of all slots at a boundary, and
+        record the snapshots. The plan must be certain to run.
 
         The updates run before the rows of the plan. A slot is skipped while drafts are being verified,
         because the length is then unknown. A slot is also skipped if a later row has overwritten the wanted
@@ -454,8 +455,9 @@ class SchedulerState:
         return bool(self.ops or self.transfers.can_save or self.media.cache.asks)
 
     def excuse(self, now: float) -> bool:
-        """Return True if a pin or an image transfer before its deadline explains missing blocks."""
-        return self.pins.excuse(now) or self.images.excuse(now)
+        """Return True if a pin, an image transfer or a load before its deadline explains missing blocks."""
+        reserved = self.loads is not None and self.loads.excuse(now)
+        return reserved or self.pins.excuse(now) or self.images.excuse(now)
 
     def planned(self, sequence: Sequence) -> bool:
         """Return True if ``sequence`` runs in a slot that the ranks know: a frozen plan names the slot."""
@@ -475,18 +477,18 @@ class SchedulerState:
         else None."""
         if self.kv.drafts:
             return None
-        slots, made = self.order(), self._steady
-        if made is not None and made.slots is slots and made.left > 0:
-            return made
-        # Rows that occur once are not worth their columns.
-        again, self._repeats = self._repeats is slots, slots
-        self._steady = SteadyRows.of(slots, self.columns, self.in_slot) if again else None
+        slots, steady = self.order(), self._steady
+        if steady is not None and steady.slots is slots and steady.left > 0:
+            return steady
+        # Making the columns costs more than one step saves: make columns only for repeated rows.
+        repeated, self._last_order = self._last_order is slots, slots
+        self._steady = SteadyRows.of(slots, self.columns, self.in_slot) if repeated else None
         return self._steady
 
     def unchanged(self) -> SteadyRows | None:
         """Return the last steady rows if no slot has changed since; else None."""
-        made = self._steady
-        return made if made is not None and made.slots is self._order else None
+        steady = self._steady
+        return steady if steady is not None and steady.slots is self._order else None
 
     def take_ops(self, step: int) -> list[SlotUpdate]:
         """Return and clear the slot updates without rows, then the image updates. Plan ``step`` is recorded
@@ -530,10 +532,12 @@ class SchedulerState:
 
     # ----
 
-    def _go_on(self, sequence: Sequence) -> None:
-        lacks = sequence.blocked or sequence.blocked_images or sequence.fetches
-        lacks = not isinstance(sequence.state, Blocked) or lacks or not self.adapters.take(sequence)
-        if not lacks and not self._loads_first(sequence):
+    def _enqueue_if_ready(self, sequence: Sequence) -> None:
+        """Enqueue a blocked sequence if no input is missing any more. Does nothing in any other state."""
+        lacks_input = sequence.blocked or sequence.blocked_images or sequence.fetches
+        if not isinstance(sequence.state, Blocked) or lacks_input or not self.adapters.take(sequence):
+            return
+        if not self._loads_first(sequence):
             self._enqueue(sequence)
 
     def _loads_first(self, sequence: Sequence) -> bool:
@@ -543,8 +547,8 @@ class SchedulerState:
     def _enqueue(self, sequence: Sequence) -> None:
         """Enqueue a sequence, or mark the sequence as blocked if input is missing. The caller has checked
         that no first sample is awaited."""
-        lacks = sequence.blocked or sequence.blocked_images or not self.adapters.take(sequence)
-        if lacks or self._loads_first(sequence):
+        lacks_input = sequence.blocked or sequence.blocked_images or not self.adapters.take(sequence)
+        if lacks_input or self._loads_first(sequence):
             sequence.move(Blocked())
         else:
             sequence.move(Waiting())
@@ -582,8 +586,8 @@ class SchedulerState:
         """Take the slot and the blocks from a running sequence. Both are free after the last plan with the
         slot.
 
-        A sender with a state to hand off keeps slot and blocks until ``save`` or ``part``. Waiting slot
-        updates of the slot are dropped.
+        A sender with a state to hand off keeps slot and blocks until ``save`` or ``release_sender``. Waiting
+        slot updates of the slot are dropped.
         """
         last_step = int(self.columns.last_step[run.slot])
         self.misses.left(sequence, int(self.columns.num_computed[run.slot]))

@@ -1,7 +1,7 @@
-"""The decode rows of steps that repeat: every running sequence has a row, and no slot changes between steps.
+"""Decode rows that stay the same over several steps: every running sequence has a row, and no slot changes.
 
-Most decode steps repeat the rows of the step before, one position further. So the columns that stay the same
-are made once, and a step only advances the positions.
+Most decode steps repeat the rows of the step before, one position further. So the constant columns are made
+once, and each step only advances the positions.
 
     SteadyRows.of    every sequence is past its known ids and not near its limit
     segment          the decode rows of the next plan
@@ -69,7 +69,7 @@ class SteadyRows:
     def grown(self) -> None:
         """Note that block tables of the rows have grown."""
         self._reserved = self._columns.reserved[self.slots]
-        self._covered = int((self._reserved - self._start).min())  # further steps that no row is short in
+        self._covered = int((self._reserved - self._start).min())  # steps until a row needs more blocks
 
     def segment(self) -> Segment:
         """Return the decode rows of the next plan."""
@@ -99,10 +99,11 @@ class SteadyRows:
     # ---- the commit
 
     def plain(self, plan: StepPlan, result: StepResult) -> bool:
-        """Return True if ``plan`` has these rows alone, and every token of ``result`` extends its sequence
-        and needs nothing else.
+        """Return True if ``plan`` has only these rows, and every row of ``result`` is quiet (see
+        ``weft.scheduler.commit``).
 
-        False for any other result, also for a wrong result: the caller then handles the rows one by one.
+        Return False for any other result, also for a wrong result: the caller then handles the rows one by
+        one.
         """
         if plan.decode.slot is not self._slot or plan.constrained or plan.prefill.rows or result.row_error:
             return False

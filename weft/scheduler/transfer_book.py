@@ -4,7 +4,7 @@ A record lasts from the Submit until nobody outside the group can touch the bloc
 sender the end may come long after the end of the sequence. A receiver's record ends when the KV is received:
 then the blocks belong to the sequence alone.
 
-    sender      in a slot ──handed off──> parting ──states are saved──> blocks pinned ─received, Freed─> gone
+    sender      in a slot ──handed off──> unsaved ──states are saved──> blocks pinned ─received, Freed─> gone
                      ╰──other end, loss, or no states─────────────────────^
     receiver    Blocked ───blocks are reserved──> Fetching: blocks pinned ──received──> gone
                      ╰──ends──> gone                 ╰──ends──> blocks pinned ──Freed──> gone
@@ -59,7 +59,7 @@ class TransferRecord:
     """Sender without a slot: the block tables, with snapshots of saved states."""
     exported: list[int] = field(default_factory=list)
     """Sender: for each KV cache group, the number of table entries already reported to ranks."""
-    unsaid: OfferTransfer | None = None
+    delayed_offer: OfferTransfer | None = None
     """Sender: an offer to make after the prompt is computed; None otherwise."""
     offer: Admitted | None = None
     """Receiver: the open offer; None once answered."""
@@ -72,8 +72,8 @@ class TransferRecord:
 def why_cancelled(finish: str, error: ErrorInfo | None) -> ErrorInfo | None:
     """Return the error for the open transfers of a sequence with the finish reason ``finish``.
 
-    Return None if the router gets the end from the same engine (a stop, a limit, an error of the request).
-    The other group must then drop the sequence and not return the sequence to the router.
+    Return None if this engine reports the end to the router (a stop, a limit, an error of the request). The
+    other group must then drop the sequence and not return the sequence to the router.
     """
     if finish == "abort":
         return error or Cancelled("the client went away").info()
@@ -103,13 +103,13 @@ class TransferBook:
         self._pins = pins
         self._records: dict[TransferKey, TransferRecord] = {}
         self._fetches = 0
-        self._due = math.inf  # no receiver is late earlier
+        self._due = math.inf  # earliest deadline of a receiver
         self.requests: list[TransferRequest] = []
         """Requests to transfers, in order, since the last read."""
         self.events: list[TokenEvent] = []
         """Client events not reported yet: first tokens of receivers, and ends of sequences returned to the
         router."""
-        self.parting: dict[TransferKey, int] = {}
+        self.unsaved: dict[TransferKey, int] = {}
         """Senders after the handoff, with the slot kept until the states are saved -> last plan with the
         slot."""
         self.offers: dict[TransferKey, TransferRecord] = {}
@@ -117,6 +117,7 @@ class TransferBook:
         self.later: dict[TransferKey, TransferRecord] = {}
         """Postponed receivers: answered again when blocks are free."""
         self.returns = 0
+        """Number of sequences returned to the router to be computed again."""
 
     def get(self, key: TransferKey) -> TransferRecord | None:
         return self._records.get(key)
@@ -151,7 +152,7 @@ class TransferBook:
         known = b"".join(hashes[: record.length // block])
         offer = OfferTransfer(key=record.key, num_prompt=record.length, num_cached=num_hit, hashes=known)
         if self.pulled:
-            record.unsaid = offer
+            record.delayed_offer = offer
         else:
             self.requests.append(offer)
 
@@ -161,45 +162,45 @@ class TransferBook:
         record = self.of(sequence)
         if record is None:
             return []
-        told = record.exported  # per KV cache group: table entries already reported
+        exported = record.exported  # per KV cache group: table entries already reported
         new = []
         # Report only new table entries; ids are int32, so an entry has 4 bytes.
         for kind, blocks in enumerate(self._caches.table(record.slot, record.length)):
-            skip = max(told[kind] - blocks.first, 0)
+            skip = max(exported[kind] - blocks.first, 0)
             new.append(Blocks(first=blocks.first + skip, ids=blocks.ids[4 * skip :]))
-            told[kind] = max(told[kind], blocks.first + len(blocks.ids) // 4)
+            exported[kind] = max(exported[kind], blocks.first + len(blocks.ids) // 4)
         return [Export(slot=record.slot, key=record.key, start=start, end=end, blocks=tuple(new))]
 
     def handed_off(self, sequence: Sequence, token: int, logprobs: LogprobColumns | None) -> None:
         """Finish a sender: the prompt is computed and ``token`` is the first output token. Request the end of
         the transfer; in pull mode, make the offer first.
 
-        With recurrent states, the slot stays in ``parting`` until ``save`` or ``part``.
+        With recurrent states, the slot stays in ``unsaved`` until ``save`` or ``skip_saving``.
         """
         record = self.of(sequence)
         if record is None:
             return
         packed = b"" if logprobs is None else msgspec.msgpack.encode(logprobs)
         first = FirstToken(choice=sequence.choice, token=token, logprobs=packed)
-        if record.unsaid is not None and not record.over:
-            self.requests.append(record.unsaid)
+        if record.delayed_offer is not None and not record.over:
+            self.requests.append(record.delayed_offer)
         self.requests.append(FinishTransfer(key=record.key, first=first))
         # The state is exported later, by ``save``: the slot must keep the state until then.
         if self._caches.recurrent and not record.over:
-            self.parting[record.key] = -1
+            self.unsaved[record.key] = -1
         record.over = True
 
     def leaves(self, sequence: Sequence, last_step: int) -> bool:
         """Pin the blocks of a sender at the loss of the slot. ``last_step``: the last plan with the slot.
 
         Return True if the caller must release slot and blocks; False if the slot must stay unchanged until
-        ``save`` or ``part``.
+        ``save`` or ``skip_saving``.
         """
         record = self.of(sequence)
         if record is None:
             return True
-        if record.key in self.parting:
-            self.parting[record.key] = last_step
+        if record.key in self.unsaved:
+            self.unsaved[record.key] = last_step
             return False
         self._keep(record, ())
         return True
@@ -213,7 +214,7 @@ class TransferBook:
             record.over = True
             self.requests.append(CancelTransfer(key=record.key, error=why_cancelled(finish, error)))
         self.answered(record)
-        if not record.held and record.key not in self.parting:
+        if not record.held and record.key not in self.unsaved:
             del self._records[record.key]
 
     def returned(self, sequence: Sequence, error: ErrorInfo | None = None) -> None:
@@ -232,24 +233,24 @@ class TransferBook:
             )
         )
 
-    def given_back(self) -> list[TokenEvent]:
+    def take_events(self) -> list[TokenEvent]:
         """Return and clear the client events not reported yet, see ``events``."""
         events, self.events = self.events, []
         return events
 
-    def untold(self, sequence: int) -> list[TokenEvent]:
-        """Remove and return the unreported events of the sequence with the given id."""
-        found = [event for event in self.events if event.sequence == sequence]
-        if found:
+    def take_events_of(self, sequence: int) -> list[TokenEvent]:
+        """Remove and return the unreported events of the sequence with the id ``sequence``."""
+        unreported = [event for event in self.events if event.sequence == sequence]
+        if unreported:
             self.events = [event for event in self.events if event.sequence != sequence]
-        return found
+        return unreported
 
     # ---- a sender's states
 
     @property
     def can_save(self) -> bool:
         """True if the next plan can save the state of a sender."""
-        return bool(self.parting) and self._caches.can_take()
+        return bool(self.unsaved) and self._caches.can_take()
 
     def save(self, step: int) -> tuple[list[SlotUpdate], list[int]]:
         """Save the states of senders after the handoff with plan ``step``, as long as blocks are free. Pin
@@ -261,22 +262,22 @@ class TransferBook:
         slots = list[int]()
         # One snapshot block per sender, as long as blocks are free.
         while self.can_save:
-            key = next(iter(self.parting))
+            key = next(iter(self.unsaved))
             record = self._records[key]
             slot = record.slot
             saved, snapshots = self._caches.take(slot, step)
             end = record.length
             ops += saved
             ops.append(Export(slot=slot, key=key, start=end, end=end, blocks=snapshots, states=True))
-            del self.parting[key]
+            del self.unsaved[key]
             self._keep(record, snapshots)
             slots.append(slot)
         return ops, slots
 
-    def part(self, key: TransferKey) -> tuple[int, int] | None:
-        """Take a sender's slot out of ``parting`` without saving states, and pin the blocks. Return (slot,
+    def skip_saving(self, key: TransferKey) -> tuple[int, int] | None:
+        """Take a sender's slot out of ``unsaved`` without saving states, and pin the blocks. Return (slot,
         last plan), to be released by the caller; None without such a slot."""
-        last_step = self.parting.pop(key, None)
+        last_step = self.unsaved.pop(key, None)
         if last_step is None:
             return None
         record = self._records[key]

@@ -99,7 +99,7 @@ class Simulation:
         if longest > kv.max_model_len:
             raise ConfigError(
                 f"the longest request has {longest} tokens, output included, and --max-model-len is "
-                f"{kv.max_model_len}: raise it, or shorten --prompt-tokens or --output-tokens",
+                f"{kv.max_model_len}: raise --max-model-len, or lower --prompt-tokens or --output-tokens",
                 param="--max-model-len",
             )
         self.clock = VirtualClock()

@@ -42,8 +42,8 @@ def load(name: str) -> CostModel:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"--cost-model {name}: {error.strerror}; it is a file that bench/cost_model.py wrote, or "
-            f"one of {', '.join(PRESETS)}",
+            f"--cost-model {name}: {error.strerror}; give a file written by bench/cost_model.py, or one of "
+            f"{', '.join(PRESETS)}",
             param="--cost-model",
         ) from error
     return CostModel.from_json(data, f"--cost-model {path.name}")

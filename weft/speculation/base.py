@@ -39,7 +39,7 @@ class Sampled:
     """[T, hidden] of the merged tokens, for a drafter with ``reads_hidden``; else None."""
     each: int = 0
     """Number of tokens of every row in ``hidden``; 0: rows have different lengths."""
-    kept: bool = False
+    stored: bool = False
     """True if ``Drafter.hidden_sink`` has already received the hidden states."""
 
     @cached_property
@@ -77,8 +77,8 @@ class Drafter(ABC):
 
     #: True if ``Sampled.hidden`` is required.
     reads_hidden: bool = False
-    #: True if a step without wanted drafts needs no call.
-    rests: bool = False
+    #: True if ``propose`` need not be called after a step without wanted drafts.
+    skips_idle_steps: bool = False
     #: True if the last drafts took longer than later equal drafts, which will be replayed.
     uncaptured: bool = False
 
@@ -114,5 +114,5 @@ class Drafter(ABC):
 
         In a row with fewer wanted drafts, the last drafts are arbitrary. May write cache entries and the
         history behind the newest tokens. Call once for every step, in order, except steps skipped by
-        ``rests`` or ``is_idle``. Launches work on the device and does not wait.
+        ``skips_idle_steps`` or ``is_idle``. Launches work on the device and does not wait.
         """

@@ -88,7 +88,9 @@ class Chain:
         step = self.steps.follow(EMPTY_SEGMENT, EMPTY_SEGMENT, none, np.zeros(0, np.int64), 1)
         self.lookahead(step, torch.zeros(0, hidden, dtype=dtype, device=device))
 
-    def go_on(self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int) -> Tensor:
+    def propose_after(
+        self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int
+    ) -> Tensor:
         """Return the drafts after the newest tokens at ``ends`` (int64 [rows]), int64 [rows, count].
 
         hidden: output of the module [rows, hidden] at the positions before. ``bounds``: upper bounds of
@@ -180,14 +182,14 @@ class CapturedChains:
         self._drafts = torch.zeros(rows, capturing.most_each, dtype=torch.int64, device=device)
         self._order = torch.arange(rows, device=device)
         self._replays: Recent[tuple[int, int, int, int], Callable[[], None]] = Recent(capturing.most_kept)
-        self._met: dict[tuple[int, int, int, int], int] = {}
+        self._seen: dict[tuple[int, int, int, int], int] = {}
         self._works = True
         self._on_gpu = device.type != "cpu"
 
     def reset(self) -> None:
         """Drop all captures at the end of an epoch."""
         self._replays.clear()
-        self._met.clear()
+        self._seen.clear()
 
     def propose(self, step: Sampled) -> Tensor | None:
         """Return the drafts of all rows, int64 [rows, most ``next_k``], by a replay or by a run that may be
@@ -202,10 +204,10 @@ class CapturedChains:
             return None
         return self._replayed(step.hidden, step.slots, step.ends, step.bounds(), count, each, step.starts)
 
-    def go_on(
+    def propose_after(
         self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int
     ) -> Tensor | None:
-        """Return ``Chain.go_on`` by a capture; None if there is none."""
+        """Return ``Chain.propose_after`` by a capture; None if there is none."""
         return self._replayed(hidden, slots, ends, bounds, count)
 
     def _replayed(
@@ -246,11 +248,11 @@ class CapturedChains:
             self._ends[rows:padded].fill_(each)
         # A capture has fixed shapes: rows, tokens per row, drafts, and a bound of positions.
         key = (padded, each, count, context)
-        self._met[key] = met = self._met.get(key, 0) + 1
+        self._seen[key] = seen = self._seen.get(key, 0) + 1
         full = self._on_gpu and len(self._replays) >= self._capturing.most_kept
         works = self._works and self._chain.direct and not full
         self.uncaptured = works and key not in self._replays
-        if met < self._capturing.after:
+        if seen < self._capturing.after:
             return None
         replay = self._replays.get(key)
         if replay is not None:
@@ -299,12 +301,12 @@ class CapturedChains:
 
         def run() -> None:
             if not each:
-                drafts.copy_(chain.go_on(hidden, slots, ends, bounds, count))
+                drafts.copy_(chain.propose_after(hidden, slots, ends, bounds, count))
                 return
             step = chain.steps.decode(slots, first, starts, 1)
             # [rows], index of each row's last accepted token in `hidden`
             keep = order * each + (ends - starts - 1)
             own = chain.lookahead(step, hidden, keep)
-            drafts.copy_(chain.go_on(own, slots, ends, bounds, count))
+            drafts.copy_(chain.propose_after(own, slots, ends, bounds, count))
 
         return run

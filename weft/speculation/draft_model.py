@@ -52,12 +52,14 @@ class ModelChain(Chain):
     def sizes(self) -> tuple[int, torch.dtype, torch.device]:
         return 0, self._model.dtype, self._model.device
 
-    def go_on(self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int) -> Tensor:
-        """Return the drafts, as ``Chain.go_on`` does. ``hidden`` is not read."""
+    def propose_after(
+        self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int
+    ) -> Tensor:
+        """Return the drafts, as ``Chain.propose_after`` does. ``hidden`` is not read."""
         most = self.history.shape[1] - 2
         drafts: list[Tensor] = []
         for place in range(count):
-            # Rows at the end of the history want no such draft: the result is dropped.
+            # Beyond the end of the history the draft is not wanted, and the result is dropped.
             starts = (ends + place).clamp_(max=most)
             one = self.steps.decode(slots, rows_of(np.minimum(bounds + place, most), 1), starts, 0)
             own = drive(self._drafted.propose(one, self._cache, self._backends))
@@ -68,9 +70,9 @@ class ModelChain(Chain):
 
 
 class ModelDrafter(Drafter):
-    """Drafts greedily, whatever the temperature; ties go to the lowest id."""
+    """Drafts greedily at any temperature; ties go to the lowest id."""
 
-    rests = True
+    skips_idle_steps = True
 
     def __init__(self, chain: ModelChain, capturing: CaptureOptions | None = None) -> None:
         self._chain = chain
@@ -90,9 +92,9 @@ class ModelDrafter(Drafter):
         if len(rows) < len(step.next_k):
             at = upload(rows, slots.device)
             slots, ends = slots[at], ends[at]
-        rest = slots.new_empty(len(rows), 0), slots, ends, bounds, int(step.next_k.max())
+        inputs = slots.new_empty(len(rows), 0), slots, ends, bounds, int(step.next_k.max())
         drafts = None
         if self.captured is not None:
-            drafts = self.captured.go_on(*rest)
+            drafts = self.captured.propose_after(*inputs)
             self.uncaptured = self.captured.uncaptured
-        return self._chain.go_on(*rest) if drafts is None else drafts
+        return self._chain.propose_after(*inputs) if drafts is None else drafts

@@ -9,15 +9,17 @@ hidden state at p and from the token at p + 1, so the entry can be made once the
                              └─ draft 1         └─ draft 2
 
 The entry of the last accepted position gives the first draft. For each further draft the module runs on the
-module's own output and the last draft. Such entries are guesses and are made again when the positions have
-been computed.
+module's own output and the last draft. The entries of further drafts are provisional: they are overwritten
+when the model has computed the positions.
 
 A row without wanted drafts needs no entries yet. The hidden states stay pending until drafts are wanted, or
-until other sequences may share the block. If other ranks take part in a pass, the entries of a block are made
-once the block is full. Else the states stay pending until a sequence with a prefix hit is admitted or the
-sequence ends. Prompt states then stay pending too, while few. So the module costs little while nothing is
-drafted. Two types of entries are made at once: entries of exported rows (``Export``), because the sequence
-takes all entries to another group, and entries of a chunk with an image or a part of one.
+until other sequences may share the block. So the module costs little while nothing is drafted.
+
+* If other ranks take part in a pass, the entries of a block are made once the block is full.
+* Otherwise (``defers``) the states stay pending until a sequence with a prefix hit is admitted or the
+  sequence ends. A small number of prompt states stays pending, too.
+* Two types of entries are made at once: entries of exported rows (``Export``), because the transfer sends all
+  entries of the sequence, and entries of a chunk with an image or a part of an image.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class _DraftRows:
 
 
 class MtpDrafter(Drafter):
-    """Drafts greedily, whatever the temperature; ties go to the lowest id."""
+    """Drafts greedily at any temperature; ties go to the lowest id."""
 
     reads_hidden = True
 
@@ -90,8 +92,8 @@ class MtpDrafter(Drafter):
         *,
         defers: bool = False,
     ) -> None:
-        """history: int32 [slots + 1, longest]. ``block_size``: positions of a block. Others may find a full
-        block: with prefix caching any sequence, without it the sequences of the same prompt.
+        """history: int32 [slots + 1, longest]. ``block_size``: positions of a block. Other sequences may find
+        a full block: with prefix caching any sequence, otherwise the sequences of the same prompt.
 
         ``defers``: entries of full blocks may stay pending until ``prepare``. Must be False if other ranks
         take part in a pass, or if blocks are released before the end of a sequence.
@@ -183,22 +185,22 @@ class MtpDrafter(Drafter):
         self._computed = step.num_computed
         # One token per row and nothing to draft: only store the states.
         if len(step.hidden) == step.plan.rows and self._is_idle(step.plan):
-            if not step.kept:
+            if not step.stored:
                 self.waiting.keep(step.slots, step.starts, step.hidden)
             return None
         wanted = step.wanted()
         # `_due` also updates `waiting` to the state after the step.
-        made = self._due(step, len(wanted) > 0)
-        if not len(made.rows):
+        due = self._due(step, len(wanted) > 0)
+        if not len(due.rows):
             return None
         # With an agreement, passes are counted and matched by the other replicas: no replay.
         captured = self.captured if step.plan.agreed is None else None
-        if len(wanted) and captured is not None and not step.plan.prefill.rows and not made.chunks:
+        if len(wanted) and captured is not None and not step.plan.prefill.rows and not due.chunks:
             drafts = captured.propose(step)
             self.uncaptured = captured.uncaptured
             if drafts is not None:
                 return drafts if len(wanted) == len(drafts) else drafts[upload(wanted, drafts.device)]
-        hidden = self._first(step, made, wanted)
+        hidden = self._first(step, due, wanted)
         if not len(wanted):
             return None
         ends = step.ends
@@ -207,10 +209,11 @@ class MtpDrafter(Drafter):
             at = upload(wanted, slots.device)
             ends = ends[at]
             slots = slots[at]
-        rest = hidden, slots, ends, step.bounds()[wanted], int(step.next_k.max())
-        # One draft follows from ``hidden`` without a pass.
-        drafts = None if captured is None or rest[-1] == 1 else captured.go_on(*rest)
-        return self._chain.go_on(*rest) if drafts is None else drafts
+        most = int(step.next_k.max())
+        inputs = hidden, slots, ends, step.bounds()[wanted], most
+        # The first draft follows from ``hidden`` without a pass, so one draft needs no capture.
+        drafts = None if captured is None or most == 1 else captured.propose_after(*inputs)
+        return self._chain.propose_after(*inputs) if drafts is None else drafts
 
     def is_idle(self, plan: StepPlan) -> bool:
         return plan.agreed is None and self._is_idle(plan)
@@ -263,7 +266,7 @@ class MtpDrafter(Drafter):
         self._any_verified = bool(self._verified.any())
         self.waiting.set(slots, np.where(keep, waiting + counts, 0), ends)
         if keep.any():
-            self._keep(step, np.flatnonzero(keep), counts)
+            self._store_hidden(step, np.flatnonzero(keep), counts)
         # A row with pending states has several tokens, so the row counts as a chunk.
         chunk = ~keep & (waiting > 0)
         chunk[:first] = ~keep[:first]
@@ -292,7 +295,7 @@ class MtpDrafter(Drafter):
             fits[order[: 1 + int(np.searchsorted(-left, -(PASS_TOKENS // 2)))]] = False
         return fits
 
-    def _keep(self, step: Sampled, rows: np.ndarray, counts: np.ndarray) -> None:
+    def _store_hidden(self, step: Sampled, rows: np.ndarray, counts: np.ndarray) -> None:
         """Store the hidden states of ``rows`` of the plan. counts: int64 [all rows], tokens of each row."""
         assert step.hidden is not None
         device = step.slots.device
@@ -302,59 +305,59 @@ class MtpDrafter(Drafter):
         hidden = step.hidden if len(source) == len(step.hidden) else step.hidden[source_]
         self.waiting.keep(step.slots[owner], step.starts[owner] + place, hidden)
 
-    def _first(self, step: Sampled, made: _DraftRows, wanted: np.ndarray) -> Tensor:
-        """Make the entries of ``made``. Return the module output at the last accepted positions, [wanted
+    def _first(self, step: Sampled, due: _DraftRows, wanted: np.ndarray) -> Tensor:
+        """Make the entries of ``due``. Return the module output at the last accepted positions, [wanted
         rows, hidden]."""
         device = step.slots.device
-        parts = _segments(step, made)
-        rows, behind = upload(np.stack([made.rows, made.waiting]), device)
+        parts = _segments(step, due)
+        rows, behind = upload(np.stack([due.rows, due.waiting]), device)
         starts = step.starts[rows] - behind
         # Only the output at the last accepted positions of wanted rows is needed; without drafts, none.
         first = np.zeros(step.plan.rows, np.int64)
-        first[made.rows] = made.begins() + made.waiting
+        first[due.rows] = due.begins() + due.waiting
         at = upload(np.stack([wanted, first[wanted]]), device)
         keep = at[1] + (step.ends - step.starts - 1)[at[0]]
-        own = self._steps.follow(*parts, starts, np.zeros(0, np.int64), 1)
-        hidden = self._gather(step, made, own)
-        return self._chain.lookahead(own, hidden, keep)
+        draft_step = self._steps.follow(*parts, starts, np.zeros(0, np.int64), 1)
+        hidden = self._gather(step, due, draft_step)
+        return self._chain.lookahead(draft_step, hidden, keep)
 
-    def _gather(self, step: Sampled, made: _DraftRows, own: StepInput) -> Tensor:
-        """Return the hidden states of ``made``, [tokens of ``made``, hidden]: pending states and states of
+    def _gather(self, step: Sampled, due: _DraftRows, draft_step: StepInput) -> Tensor:
+        """Return the hidden states of ``due``, [tokens of ``due``, hidden]: pending states and states of
         the step.
 
-        ``own``: the drafter's step.
+        ``draft_step``: the drafter's step.
         """
         assert step.hidden is not None
         # All rows in plan order and nothing pending: no copy.
-        whole = len(made.rows) == step.plan.rows and not made.waiting.any()
-        if whole and len(step.hidden) == int(made.counts.sum()):
+        whole = len(due.rows) == step.plan.rows and not due.waiting.any()
+        if whole and len(step.hidden) == int(due.counts.sum()):
             return step.hidden
-        count = made.counts - made.waiting
-        source, to = _ranges(step.begins()[made.rows], made.begins() + made.waiting, count)
-        if not made.waiting.any():
+        count = due.counts - due.waiting
+        source, to = _ranges(step.begins()[due.rows], due.begins() + due.waiting, count)
+        if not due.waiting.any():
             return step.hidden[upload(source, step.hidden.device)]
-        slot = np.concatenate([step.plan.prefill.slot, step.plan.decode.slot])[made.rows]
-        kept, _ = _ranges(made.begins(), made.begins(), made.waiting)
-        owner = np.repeat(slot.astype(np.int64), made.waiting)
+        slot = np.concatenate([step.plan.prefill.slot, step.plan.decode.slot])[due.rows]
+        kept, _ = _ranges(due.begins(), due.begins(), due.waiting)
+        owner = np.repeat(slot.astype(np.int64), due.waiting)
         token, slots = upload(np.stack([kept, owner]), step.hidden.device)
         from_, into = upload(np.stack([source, to]), step.hidden.device)
         # [pending + new tokens, hidden], in the order of the drafter's rows
         hidden = step.hidden.new_empty(len(source) + len(kept), step.hidden.shape[1])
         hidden[into] = step.hidden[from_]
-        hidden[token] = self.waiting.take(slots, own.positions[token])
+        hidden[token] = self.waiting.take(slots, draft_step.positions[token])
         return hidden
 
 
-def _segments(step: Sampled, made: _DraftRows) -> tuple[Segment, Segment]:
+def _segments(step: Sampled, due: _DraftRows) -> tuple[Segment, Segment]:
     """Return the drafter's rows as (prefill, decode) segments. Starts are upper bounds, as in the plan."""
     both = (step.plan.prefill, step.plan.decode)
-    slot, start = (np.concatenate([getattr(s, name) for s in both])[made.rows] for name in ("slot", "start"))
-    parts = (slice(0, made.chunks), slice(made.chunks, None))
+    slot, start = (np.concatenate([getattr(s, name) for s in both])[due.rows] for name in ("slot", "start"))
+    parts = (slice(0, due.chunks), slice(due.chunks, None))
     return tuple(  # type: ignore[return-value]
         Segment(
             slot=column(slot[part]),
-            start=column((start - made.waiting)[part]),
-            count=column(made.counts[part]),
+            start=column((start - due.waiting)[part]),
+            count=column(due.counts[part]),
         )
         for part in parts
     )

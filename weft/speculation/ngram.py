@@ -20,7 +20,7 @@ class NgramDrafter(Drafter):
     the sequence the drafts repeat periodically. Without a match, the drafts repeat the last token.
     """
 
-    rests = True
+    skips_idle_steps = True
 
     def __init__(self, history: Tensor, least: int, most: int) -> None:
         """history: int32 [slots + 1, longest]."""

@@ -1,4 +1,4 @@
-"""Settings with which memory can't sleep, and the files that bring the weights back."""
+"""Checks of a sleep (freed KV caches and weights), and the files from which the weights are read again."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ def check_sleep(config: EngineConfig, level: int) -> None:
     if level not in (1, 2):
         raise InvalidRequest("level must be 1 or 2", param="level")
     if config.device != "cpu":
-        raise InvalidRequest("memory of a GPU can't sleep: pause the server, or unload the model")
+        raise InvalidRequest("sleep is not supported on a GPU: pause the server, or unload the model")
     if level > 1:
         if config.model.load_format == "dummy":
             raise InvalidRequest(
-                "level 2 frees the weights, use level 1: random weights are in no file", param="level"
+                "level 2 frees the weights, and random weights (--load-format dummy) cannot be read again: "
+                "use level 1",
+                param="level",
             )
         start_files(config)
 
@@ -32,12 +34,15 @@ def check_sleep(config: EngineConfig, level: int) -> None:
 def check_parts(parts: Collection[str]) -> None:
     """Raise InvalidRequest for a name that is not in ``PARTS``."""
     if any(part not in PARTS for part in parts):
-        raise InvalidRequest(f"tags must be of {', '.join(PARTS)}", param="tags")
+        raise InvalidRequest(f"tags must be among {', '.join(PARTS)}", param="tags")
 
 
 def former_updates(config: EngineConfig, history: tuple[WeightsUpdate, ...]) -> tuple[WeightsUpdate, ...]:
-    """Return updates that make the weights in use, from a complete one on. ``history``: the updates since the
-    last complete one. Raises InvalidRequest for weights of the start in pickles."""
+    """Return the updates that restore the weights in use, in order. The first update is complete.
+
+    ``history``: the updates since the last complete update. Raises InvalidRequest if the weights of the start
+    are pickles.
+    """
     if history and not history[0].partial:
         return history
     return (WeightsUpdate(version=0, files=start_files(config)), *history)

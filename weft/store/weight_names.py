@@ -49,16 +49,21 @@ class WeightNames:
             try:
                 digests = [] if self._start is None else self._start.tensor_files()
                 self._first = content(digests) if digests else ""
-            except ConfigError:  # updates that bring the weights of the start back get a name of their own
+            except ConfigError:
+                # Files that changed have no digest: an update to the weights of the start gets a new name.
                 pass
         return self._first
 
 
 def content(digests: Iterable[str]) -> str:
-    """Return one digest for the digests of files, whatever the names of the files; 32 hex digits."""
+    """Return one digest for the digests of files: 32 hex digits. Names and order of the files have no
+    effect."""
     return hashlib.sha256("\0".join(sorted(digests)).encode()).hexdigest()[:32]
 
 
 def changed() -> InvalidRequest:
     """Return the error for a source that changes while ranks read the source."""
-    return InvalidRequest("the files have changed while they were read; begin again", param="update_info")
+    return InvalidRequest(
+        "the files changed while the engines read them; begin the update again, and keep the files unchanged",
+        param="update_info",
+    )

@@ -47,7 +47,7 @@ def read_folder(folder: Path) -> tuple[list[ReadSpan], int]:
     """
     files = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
     if not files:
-        raise ConfigError(f"that folder has no *{SUFFIX}: give the one that --trace-requests named")
+        raise ConfigError(f"{folder} has no *{SUFFIX} files: give the folder of --trace-requests")
     spans, bad = list[ReadSpan](), 0
     for file in files:
         for line in file.read_bytes().splitlines():

@@ -441,7 +441,7 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise EngineDead(f"token masks came for step {plan.step}, which is not constrained")
         entries = self.entries
         if len(entries) and not 0 <= entries[0] <= entries[-1] < plan.entries:
-            raise EngineDead(f"a token mask of step {plan.step} is of an entry that it does not sample")
+            raise EngineDead(f"a token mask of step {plan.step} belongs to an entry that the step lacks")
         if (entries[1:] <= entries[:-1]).any():
             raise EngineDead(f"the token masks of step {plan.step} are not in order")
         # Each mask has ceil(vocab_size / 32) words.

@@ -65,8 +65,8 @@ class Words:
         """Carry out ``frame``, which the engine sent."""
         self._of[frame.cache].take(frame, sides.of(frame.cache))
 
-    def said(self, sides: Sides) -> Iterator[f.TransferToEngine]:
+    def frames_of(self, sides: Sides) -> Iterator[f.TransferToEngine]:
         """Yield the reports for the engine."""
         for cache, transfers in self._of.items():
             if (side := sides.of(cache)) is not None:
-                yield from transfers.said(side.take())
+                yield from transfers.frames_of(side.take())

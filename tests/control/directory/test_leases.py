@@ -155,7 +155,7 @@ class Slow(FolderDirectory):
         self.go = threading.Event()
 
     def read(self) -> Mapping[str, EngineRecord]:
-        self.go.wait(10)
+        self.go.wait(deadline(10))
         if self.failure is not None:
             raise self.failure
         return super().read()

@@ -277,15 +277,15 @@ def test_one_instance_is_chosen_without_a_look_at_the_prompt() -> None:
 
 def test_a_sequence_goes_on_from_everything_that_came() -> None:
     entry = LedgerEntry(submit(1, [5, 6], emitted_ids=ids_to_bytes([7])))
-    assert entry.again() == entry.submit
+    assert entry.next_attempt() == entry.submit
     for event in (tokens(1, 8, 9), tokens(1, 10)):
         assert entry.take(event) is event
-    again = entry.again()
+    again = entry.next_attempt()
     assert ids_from_bytes(again.prompt_ids).tolist() == [5, 6]
     assert ids_from_bytes(again.emitted_ids).tolist() == [7, 8, 9, 10]
     assert (again.seed, again.params, again.attempt) == (7, TokenParams(max_tokens=100), 1)
     entry.take(tokens(1, 11))
-    assert ids_from_bytes(entry.again().emitted_ids).tolist() == [7, 8, 9, 10, 11]
+    assert ids_from_bytes(entry.next_attempt().emitted_ids).tolist() == [7, 8, 9, 10, 11]
     assert entry.attempt == 2
 
 
@@ -308,9 +308,9 @@ def routes(start: int, count: int) -> Routes:
 def test_routes_that_came_before_are_dropped() -> None:
     """An engine died. The next engine begins at the first missing position, or earlier."""
     entry = LedgerEntry(submit(1, list(range(8)), routes=2))
-    assert entry.again().routes == 2
+    assert entry.next_attempt().routes == 2
     entry.take(TokenEvent(sequence=1, token_ids=(20,), routes=routes(2, 6)))
-    again = entry.again()
+    again = entry.next_attempt()
     assert (again.routes, len(again.emitted_ids)) == (8, 4)
     shown = entry.take(TokenEvent(sequence=1, token_ids=(21,), routes=routes(5, 4)))
     assert shown is not None
@@ -320,9 +320,9 @@ def test_routes_that_came_before_are_dropped() -> None:
 def test_routes_beside_known_prompt_logprobs_reach_the_client() -> None:
     """An engine died in a prompt. The next engine sends the same prompt logprobs and more routes."""
     entry = LedgerEntry(submit(1, list(range(8)), routes=0))
-    entry.again()
+    entry.next_attempt()
     entry.take(TokenEvent(sequence=1, prompt_logprobs=columns(0, 4), routes=routes(0, 4)))
-    entry.again()
+    entry.next_attempt()
     shown = entry.take(TokenEvent(sequence=1, prompt_logprobs=columns(0, 4), routes=routes(4, 2)))
     assert shown is not None
     assert (shown.prompt_logprobs, shown.routes) == (None, routes(4, 2))
@@ -330,7 +330,7 @@ def test_routes_beside_known_prompt_logprobs_reach_the_client() -> None:
 
 def test_a_prefill_engine_is_needed_until_the_routes_of_the_prompt_are_there() -> None:
     entry = LedgerEntry(submit(1, list(range(8)), routes=0))
-    entry.again()
+    entry.next_attempt()
     entry.held = [TokenEvent(sequence=1, token_ids=(20,))]
     assert entry.needs_sender
     entry.take(TokenEvent(sequence=1, token_ids=(20,), routes=routes(0, 8)))
@@ -340,10 +340,10 @@ def test_a_prefill_engine_is_needed_until_the_routes_of_the_prompt_are_there() -
 def test_the_reason_of_a_miss_is_requested_until_reported() -> None:
     """Otherwise each engine that continues the sequence reports a reason, counted as another prompt."""
     entry = LedgerEntry(submit(4, [10, 11], explain=True))
-    assert entry.again().explain
-    assert entry.again().explain
+    assert entry.next_attempt().explain
+    assert entry.next_attempt().explain
     entry.take(TokenEvent(sequence=4, token_ids=(20,), cache_miss=CacheMiss(reason="new", position=0)))
-    again = entry.again()
+    again = entry.next_attempt()
     assert not again.explain
     assert ids_from_bytes(again.emitted_ids).tolist() == [20]
 
@@ -351,15 +351,15 @@ def test_the_reason_of_a_miss_is_requested_until_reported() -> None:
 def test_prompt_logprobs_that_came_before_are_dropped() -> None:
     """An engine died between two pieces. The next engine sends all logprobs again, in other pieces."""
     entry = LedgerEntry(submit(1, list(range(20))))
-    entry.again()
+    entry.next_attempt()
     shown = [entry.take(TokenEvent(sequence=1, prompt_logprobs=columns(0, 5)))]
-    entry.again()
+    entry.next_attempt()
     for event in (
         TokenEvent(sequence=1, prompt_logprobs=columns(0, 3)),
         TokenEvent(sequence=1, prompt_logprobs=columns(3, 8)),
     ):
         shown.append(entry.take(event))
-    entry.again()
+    entry.next_attempt()
     for event in (
         TokenEvent(sequence=1, prompt_logprobs=columns(0, 11)),
         TokenEvent(sequence=1, prompt_logprobs=columns(11, 8), token_ids=(3,)),

@@ -88,7 +88,7 @@ def _fields(event: TokenEvent) -> dict[str, object]:
 
 
 def _nothing_is_held(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LedgerEntry, "in_turn", lambda self, name, event: event)
+    patch.setattr(LedgerEntry, "in_order", lambda self, name, event: event)
 
 
 def _what_was_held_is_lost(patch: pytest.MonkeyPatch) -> None:

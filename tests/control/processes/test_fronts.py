@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import openai
@@ -60,10 +60,17 @@ class Stream:
         return self.text
 
 
+class Connection(NamedTuple):
+    """A kept connection to a known API server."""
+
+    client: httpx.Client
+    port: int
+    front: int
+
+
 @contextlib.contextmanager
-def stream_at(server: Running, wanted: set[int], **fields: Any) -> Iterator[Stream]:
-    """Yield a stream on one of the ``wanted`` API servers. The kernel chooses, so retry connections."""
-    body = {"model": server.model, "prompt": PROMPT, "max_tokens": LENGTH, "stream": True, **fields}
+def connection_to(server: Running, wanted: set[int]) -> Iterator[Connection]:
+    """Yield a connection to one of the ``wanted`` API servers. The kernel chooses, so retry connections."""
     for _ in range(200):
         with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
             with client.stream("GET", "/live") as probe:
@@ -71,13 +78,27 @@ def stream_at(server: Running, wanted: set[int], **fields: Any) -> Iterator[Stre
                 port = probe.extensions["network_stream"].get_extra_info("client_addr")[1]
                 front = serving_process(port, fronts(server))
             if front in wanted:
-                with client.stream("POST", "/v1/completions", json=body) as answer:
-                    assert answer.status_code == 200
-                    used = answer.extensions["network_stream"].get_extra_info("client_addr")[1]
-                    assert used == port, "the connection was not kept"
-                    yield Stream(server, client, answer, front)
+                yield Connection(client, port, front)
                 return
     raise AssertionError("no connection came to that front")
+
+
+@contextlib.contextmanager
+def stream_on(server: Running, at: Connection, **fields: Any) -> Iterator[Stream]:
+    """Yield a stream on a connection."""
+    body = {"model": server.model, "prompt": PROMPT, "max_tokens": LENGTH, "stream": True, **fields}
+    with at.client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        used = answer.extensions["network_stream"].get_extra_info("client_addr")[1]
+        assert used == at.port, "the connection was not kept"
+        yield Stream(server, at.client, answer, at.front)
+
+
+@contextlib.contextmanager
+def stream_at(server: Running, wanted: set[int], **fields: Any) -> Iterator[Stream]:
+    """Yield a stream on one of the ``wanted`` API servers."""
+    with connection_to(server, wanted) as at, stream_on(server, at, **fields) as stream:
+        yield stream
 
 
 def whole() -> str:

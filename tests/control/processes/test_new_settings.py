@@ -11,6 +11,7 @@ import pytest
 
 from tests.control.processes.test_rolling import GONE, answer, made
 from tests.control.processes.test_supervisor import serving
+from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest, Unavailable
 from weft.control.processes import channel
 from weft.control.processes.commands import Prepares, carry_out
@@ -155,7 +156,7 @@ class Starter:
 
     def prepare(self, topology: str, names: Collection[str]) -> None:
         """Wait for ``go``; refuse the topology "wrong"."""
-        assert self.go.wait(10)
+        assert self.go.wait(deadline(10))
         if topology == "wrong":
             raise InvalidRequest("wrong", param="topology")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.disagg.transport.copying import copy_spans, digest_spans, gather_spans
 from weft.disagg.transport.shm import ShmTransport
@@ -32,12 +33,12 @@ def test_other_threads_run_during_a_long_copy() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    began.wait(10)
+    assert began.wait(deadline(10))
     turns = 0
     while not ended.is_set():
         time.sleep(0.0005)
         turns += 1
-    thread.join(10)
+    thread.join(deadline(10))
     assert turns > 10  # two when the copy and the digest each keep the lock
     assert target[-1] == 3
 

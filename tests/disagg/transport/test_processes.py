@@ -40,7 +40,7 @@ class Sender:
 
     def hear(self, seconds: float = 60.0) -> str:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        ready, _, _ = select.select([self.process.stdout], [], [], deadline(seconds))
         assert ready, "the sender says nothing"
         return self.process.stdout.readline().decode().strip()
 
@@ -49,7 +49,7 @@ class Sender:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(deadline(10))
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.disagg.transport.rig import SMALL, LateCopies, Pair
-from tests.support.slowness import deadline
+from tests.support.slowness import until
 from weft.common.errors import EngineDead
 from weft.disagg.protocol.pushes import Write
 from weft.disagg.protocol.spans import SpanPart
@@ -46,13 +46,6 @@ def memory_of(rank: Any) -> Staged:
 
 def copies_of(rank: Any) -> Any:
     return memory_of(rank)._copies
-
-
-def until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + deadline(10)
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def same(pair: Pair, expected: list[list[np.ndarray]]) -> bool:

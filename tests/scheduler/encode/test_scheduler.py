@@ -431,24 +431,24 @@ class TestSubmits:
         forever = msgspec.structs.replace(image.transfer, seconds=1e9)
         change = msgspec.structs.replace
         for wrong, problem in (
-            (change(good, media=()), "needs some"),
-            (change(good, transfer=image.transfer), "makes no tokens"),
-            (change(good, pooling="last"), "makes no tokens"),
+            (change(good, media=()), "needs images"),
+            (change(good, transfer=image.transfer), "generates no tokens"),
+            (change(good, pooling="last"), "generates no tokens"),
             (change(good, media=(change(image, transfer=None),)), "needs a transfer"),
             (change(good, media=(change(image, transfer=receives),)), "needs a transfer"),
             (change(good, media=(change(image, transfer=forever),)), "seconds"),
             (change(good, media=without_pixels(good.media)), "pixels of an image"),
             (change(good, media=(change(image, key=b"x"),)), "16 bytes"),
             (change(good, media=(change(image, grid=(1, 3, 4)),)), "grid"),
-            (change(good, media=(image, change(image, start=2))), "transfer is known"),
+            (change(good, media=(image, change(image, start=2))), "transfer with this key exists"),
         ):
             with pytest.raises(InvalidRequest, match=problem):
                 world.submit(wrong)
         world.check_idle()
         world.submit(good)
-        with pytest.raises(InvalidRequest, match="is live"):
+        with pytest.raises(InvalidRequest, match="this id is running"):
             world.submit(submit(1, [(1, 2)], attempt=1))
-        with pytest.raises(InvalidRequest, match="transfer is known"):
+        with pytest.raises(InvalidRequest, match="transfer with this key exists"):
             world.submit(change(good, sequence=2))
 
     def test_too_many_are_refused(self) -> None:

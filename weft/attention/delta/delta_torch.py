@@ -140,13 +140,13 @@ class TorchDelta(ByRowGroups, DeltaBackend):
         ``state`` is not changed in place.
         """
         decays = tokens.log_decay.exp()
-        made = []
+        outputs = []
         for t in range(tokens.q.shape[2]):
             state = state * decays[:, :, t].unsqueeze(3)
             change = (tokens.v[:, :, t] - self._read(tokens.k[:, :, t], state)) * tokens.beta[:, :, t, None]
             state = state + tokens.k[:, :, t, :, None] * change.unsqueeze(2)
-            made.append(self._read(tokens.q[:, :, t], state))
-        return torch.stack(made, dim=2), state
+            outputs.append(self._read(tokens.q[:, :, t], state))
+        return torch.stack(outputs, dim=2), state
 
     def _read(self, x: Tensor, state: Tensor) -> Tensor:
         """Return x [B, heads, k_dim] times state [B, heads, k_dim, v_dim]: [B, heads, v_dim]."""
@@ -204,7 +204,7 @@ def _log_decay(a: Tensor, weights: DeltaWeights) -> Tensor:
 def _chunked(tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the same as ``_one_by_one``, in chunks of ``CHUNK`` tokens.
 
-    Return (outputs, state after the last token).
+    Return (outputs [B, heads, n, v_dim], state after the last token).
 
     For a chunk that begins with state S, let G_i be the sum of its log decays up to token i. The changes d_i
     = b_i (v_i - k_i (e^G_i S + sum over j < i of e^(G_i - G_j) k_j d_j)) solve a triangular system.
@@ -224,12 +224,12 @@ def _chunked(tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     alone, of_state = solved.split((v.shape[4], k.shape[4]), dim=4)  # d = alone - of_state S
     q = q * grown
     k = k * _after(log_decay).exp()
-    made = []
+    outputs = []
     for c in range(q.shape[2]):
         change = alone[:, :, c] - of_state[:, :, c] @ state
-        made.append(q[:, :, c] @ state + seen[:, :, c] @ change)
+        outputs.append(q[:, :, c] @ state + seen[:, :, c] @ change)
         state = state * grown[:, :, c, -1].unsqueeze(3) + k[:, :, c].transpose(2, 3) @ change
-    return torch.cat(made, dim=2)[:, :, :n], state
+    return torch.cat(outputs, dim=2)[:, :, :n], state
 
 
 def _products(x: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:

@@ -134,9 +134,9 @@ class InvariantAttention(AttentionBackend):
             prepared.shared = shared
         g = gcd(cache.shape[3], TILE)
         entries = cache.view(-1, g * spec.head_dim)
-        own = None if scales is None else scales.view(-1, g)
+        entry_scales = None if scales is None else scales.view(-1, g)
         for group in prepared.groups:
-            _attend(q, out, entries, own, group, spec, core, prepared.shapes)
+            _attend(q, out, entries, entry_scales, group, spec, core, prepared.shapes)
 
 
 def pair_shapes(keys: int, values: int, dtype: torch.dtype) -> tuple[ProductShapes, ProductShapes]:
@@ -261,7 +261,7 @@ def _attend(
     q: Tensor,
     out: Tensor,
     entries: Tensor,
-    scales: Tensor | None,  # of the entries, each as many as it has positions
+    scales: Tensor | None,  # [entries, g], one scale per position; None without 8-bit entries
     group: TileGroup,
     spec: CacheSpec,
     core: CoreInput,
@@ -275,26 +275,27 @@ def _attend(
     kv = entries.index_select(0, group.entries).view(2, pieces, kv_heads, -1, dim)
     kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0 for any previous content, NaN included
     if scales is not None:
-        own = scales.index_select(0, group.entries).view(kv.shape[:-1])
-        kv = kv_fp8.dequantize(kv, own.where(group.seen.squeeze(-1) != 0, 0.0), dtype)
+        kv_scales = scales.index_select(0, group.entries).view(kv.shape[:-1])
+        kv = kv_fp8.dequantize(kv, kv_scales.where(group.seen.squeeze(-1) != 0, 0.0), dtype)
     k, v = kv.to(dtype).view(2, pieces, kv_heads, -1, TILE, dim)
     folded = q[group.queries].to(dtype).view(pieces, n, kv_heads, shared, dim)
     # [P, kv_heads, shared * n, dim]: the heads of one KV head become rows
     folded = folded.permute(0, 2, 3, 1, 4).reshape(pieces, kv_heads, shared * n, dim)
     size = next((rows for rows in reversed(shapes[0].rows) if rows >= shared * n), shapes[0].rows[0])
-    made = folded.new_empty(folded.shape)
-    drawn = None
+    attended = folded.new_empty(folded.shape)
+    sinks = None
     if core.sinks is not None:  # [1, kv_heads, shared * n, 1]
-        drawn = core.sinks.to(dtype).view(1, kv_heads, shared, 1).repeat_interleave(n, dim=2)
+        sinks = core.sinks.to(dtype).view(1, kv_heads, shared, 1).repeat_interleave(n, dim=2)
     for begin in range(0, shared * n, size):
         part = slice(begin, min(begin + size, shared * n))
         hidden = group.hidden.expand(-1, -1, -1, shared, -1, -1).flatten(3, 4)[:, :, :, part]
-        sink = None if drawn is None else drawn[:, :, part]
+        sink = None if sinks is None else sinks[:, :, part]
         queries = folded[:, :, part]
-        made[:, :, part] = tiles(queries, k, v, hidden, core.scale, size, shapes, sink, core.softcap)
-    made = made.view(pieces, kv_heads, shared, n, dim).permute(0, 3, 1, 2, 4)
-    made = made.reshape(pieces * n, kv_heads * shared, dim)
-    out[group.places] = made[group.real].to(out.dtype)
+        attended[:, :, part] = tiles(queries, k, v, hidden, core.scale, size, shapes, sink, core.softcap)
+    # [P * n, heads, head_dim]: back from rows per KV head to heads per query
+    attended = attended.view(pieces, kv_heads, shared, n, dim).permute(0, 3, 1, 2, 4)
+    attended = attended.reshape(pieces * n, kv_heads * shared, dim)
+    out[group.places] = attended[group.real].to(out.dtype)
 
 
 def tiles(

@@ -182,7 +182,7 @@ class LatentAttention(Layer):
         wanted = out if logits_indices is None else out[logits_indices]
         if self.gate is not None:
             wanted = self._gated(wanted, x if logits_indices is None else x[logits_indices], adapters)
-        return self.out(wanted.flatten(1), adapters)
+        return self.out(wanted.view(len(wanted), self._heads * mla.v), adapters)
 
     def _gated(self, out: Tensor, x: Tensor, adapters: AdapterRows | None) -> Tensor:
         """Return attention's out [T, heads, v], each head scaled by the gate for the layer's input x [T,

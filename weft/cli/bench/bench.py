@@ -154,7 +154,7 @@ def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("there is no CUDA device here", param="--device")
+        raise ConfigError("torch finds no CUDA device on this host: use --device cpu", param="--device")
     set_threads(threads)
     with progress_bar(total=run.cases(device), title="moe-table", unit="case") as bar:
 

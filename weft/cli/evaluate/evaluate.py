@@ -144,7 +144,9 @@ _add_options = options.joined(
 def check(url: str | None, reference: bool, json_file: str | None, api_key: str | None) -> None:
     """Raise ConfigError for options that exclude each other."""
     if url and reference:
-        raise ConfigError("--url and --reference are two different things to measure: give only one of them")
+        raise ConfigError(
+            "--url measures a running server and --reference measures transformers: give only one of them"
+        )
     if api_key and not url:
         raise ConfigError("--api-key requires --url")
     check_result_file(json_file)

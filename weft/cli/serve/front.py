@@ -45,7 +45,7 @@ def front(file: str, directory: str, **given: Any) -> int:
 def serve_model(file: str, directory: str, given: Mapping[str, Any]) -> int:
     """Serve the groups of one model. Return the exit status. ``given``: field values of the command line.
     Raise ConfigError."""
-    from weft.config.alone import face_alone
+    from weft.config.alone import front_alone
     from weft.config.models.several import refuse_models
     from weft.config.topology import read_topology
     from weft.front.front_server import serve
@@ -54,7 +54,7 @@ def serve_model(file: str, directory: str, given: Mapping[str, Any]) -> int:
     section = with_keys(Config(front=topology.front)).front
     refuse_models(section, "`weft front`")
     _prepare(file, section)
-    config = face_alone(topology._replace(front=section))
+    config = front_alone(topology._replace(front=section))
     begin([config], section)
     return serve(config, section, owner_of(config, _reader(directory, section)))
 

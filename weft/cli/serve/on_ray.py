@@ -71,7 +71,7 @@ def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
     The end of this process ends no group. With ``check``, only print the groups. With ``stop``, only end all
     groups. Everything is checked before this process connects to Ray. Raise ConfigError without Ray.
     """
-    from weft.config.alone import face_alone
+    from weft.config.alone import front_alone
 
     ray = _ray(topology.front)
     name = chosen.name or ray.server_name(file)
@@ -79,7 +79,7 @@ def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
         ray.connect(chosen.address)
         return ray.down(name, topology.front.drain_timeout)
     _check_paths(topology)
-    config = face_alone(_on_one_host(topology))
+    config = front_alone(_on_one_host(topology))
     server = _server(file, name, topology, config)
     return _serve([server], topology.front, chosen, lambda owners: (topology.front, owners[0]))
 

@@ -39,11 +39,15 @@ class HostPlace(NamedTuple):
             given = {"--join": self.join, "--host-index": self.number, "--join-port": self.port}
             for flag, value in given.items():
                 if value:
-                    raise ConfigError(f"{flag}: the group lies on one host; set `hosts` in FILE", param=flag)
+                    raise ConfigError(
+                        f"{flag}: the group runs on one host; set `hosts` in FILE, or remove {flag}",
+                        param=flag,
+                    )
             return advertise
         if self.number >= parallel.hosts:
             raise ConfigError(
-                f"--host-index {self.number}: the last host of the group is {parallel.hosts - 1}",
+                f"--host-index {self.number} must be at most {parallel.hosts - 1}: the group runs on "
+                f"{parallel.hosts} hosts, counted from 0",
                 param="--host-index",
             )
         if self.port is not None and self.join is not None:
@@ -51,7 +55,10 @@ class HostPlace(NamedTuple):
         if not self.number:
             return self._address_of_head(parallel, advertise)
         if self.port is not None:
-            raise ConfigError("--join-port is for the head: leave --join-port out", param="--join-port")
+            raise ConfigError(
+                f"--join-port is for the first host only: remove --join-port on host {self.number}",
+                param="--join-port",
+            )
         return advertise or own_address(*self.head())
 
     def _address_of_head(self, parallel: ParallelSection, advertise: str | None) -> str:
@@ -59,8 +66,8 @@ class HostPlace(NamedTuple):
         if (self.port is None and self.join is None) or advertise is None:
             flag = "--advertise" if advertise is None else "--join-port"
             raise ConfigError(
-                f"the group lies on {parallel.hosts} hosts: the head needs --advertise ADDRESS and "
-                "--join-port PORT; another host needs --join HOST:PORT and --host-index N",
+                f"the group runs on {parallel.hosts} hosts: the first host needs --advertise ADDRESS and "
+                "--join-port PORT; every other host needs --join HOST:PORT and --host-index N",
                 param=flag,
             )
         if self.join is not None:
@@ -71,7 +78,7 @@ class HostPlace(NamedTuple):
         """Return (host, port) of ``--join``. Raise ConfigError."""
         host, _, port = (self.join or "").rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError("--join: expected HOST:PORT", param="--join")
+            raise ConfigError("--join must be HOST:PORT, e.g. 10.0.0.7:5600", param="--join")
         return host.strip("[]"), int(port)
 
 

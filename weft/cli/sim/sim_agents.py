@@ -142,7 +142,8 @@ def agents_command(
     agents = Agents(sessions=sessions, turns=turns, others=others, every=every, pause=pause)
     if kv_tokens < agents.longest:
         raise ConfigError(
-            f"--kv-tokens {kv_tokens} does not hold one sequence of {agents.longest} tokens",
+            f"--kv-tokens {kv_tokens} does not hold one sequence of {agents.longest} tokens: set --kv-tokens "
+            f"to at least {agents.longest}",
             param="--kv-tokens",
         )
     cost = load(cost_name).scaled(1 / speed)

@@ -150,8 +150,8 @@ def load_spec(
     facts.refuse_unknown_computation()
     if mtp > spec.mtp_layers or (mtp and not _has_modules(facts)):
         raise ConfigError(
-            f"--speculative-method mtp: this checkpoint of {spec.architecture} has no module that predicts "
-            "further tokens; use --speculative-method ngram or none",
+            f"--speculative-method mtp: this checkpoint of {spec.architecture} has no multi-token prediction "
+            "module; use --speculative-method ngram or none",
             param="--speculative-method",
         )
     spec = msgspec.structs.replace(

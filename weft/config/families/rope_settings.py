@@ -77,7 +77,7 @@ def _parameters(facts: Facts) -> dict[str, Any]:
             known = base if key == "rope_theta" and key not in found else found.get(key)
             if known is not None and entry is not None and known != entry:
                 other = f"another field of config.json has {known!r}"
-                raise facts.fail(name, f"has {key} = {entry!r}, and {other}: delete one of both")
+                raise facts.fail(name, f"has {key} = {entry!r}, and {other}: delete one of the two")
         found |= {key: entry for key, entry in given.items() if entry is not None}
     return found
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from weft.common.errors import ConfigError
-from weft.config.alone import bases_of, face_alone, settings_of
+from weft.config.alone import bases_of, front_alone, settings_of
 from weft.config.flags import SETTINGS
 from weft.config.models.several import (
     ModelSettings,
@@ -82,7 +82,7 @@ def _resolved(model: ModelSettings) -> ResolvedModel:
         if given:
             raise ConfigError(f"model {model.name}: {_LOADED}{key}")
     try:
-        config = face_alone(named_topology(model))
+        config = front_alone(named_topology(model))
     except ConfigError as error:
         raise ConfigError(f"model {model.name}: {error.message}", param=error.param) from error
     config = msgspec.structs.replace(config, accepted_names=model.aliases)
@@ -105,8 +105,7 @@ def _check_groups(models: Sequence[ModelSettings]) -> None:
 
 
 def _refuse_common(group: str, one: str, other: str) -> None:
-    """Raise ConfigError if the models ``one`` and ``other``, which may have groups called ``group``, are
-    two."""
+    """Raise ConfigError unless ``one`` and ``other`` are the same model: both may have a group ``group``."""
     if one != other:
         raise ConfigError(
             f"the models {one} and {other} may both have groups called {group!r}, and engines that run alone "

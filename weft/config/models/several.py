@@ -366,7 +366,7 @@ def refuse_for_several(section: FrontSection) -> None:
     """Raise ConfigError for flags of a server of one model."""
     for flag, given in (("--vllm-metrics", section.vllm_metrics), ("--build-ops", section.build_ops)):
         if given:
-            raise ConfigError(f"{flag} is for a server of one model", param=flag)
+            raise ConfigError(f"{flag} is for a server of one model: remove {flag}", param=flag)
 
 
 def refuse_models(section: FrontSection, what: str) -> None:

@@ -77,8 +77,8 @@ def check_events(events: EventsSection, highest: int = 0) -> None:
             raise ConfigError(f"{flag} needs a port from 1 to {65535 - highest}", param=flag)
         if name == "kv_events_endpoint" and endpoint.startswith("tcp://0.0.0.0:"):
             raise ConfigError(
-                f"{flag} {endpoint} would be connected to; write tcp://*:{endpoint.rpartition(':')[2]} to "
-                "listen at all addresses",
+                f"{flag} {endpoint} names an address to connect to; write "
+                f"tcp://*:{endpoint.rpartition(':')[2]} to listen on all addresses",
                 param=flag,
             )
     if events.kv_events_replay_endpoint is not None and events.kv_events_endpoint is None:
@@ -89,7 +89,7 @@ def check_events(events: EventsSection, highest: int = 0) -> None:
 
 
 def _check_apart(events: EventsSection, highest: int) -> None:
-    """Raise ConfigError if an engine's address of events is any engine's address of replays."""
+    """Raise ConfigError if one engine publishes events at the address where another answers replays."""
     first, second = events.kv_events_endpoint, events.kv_events_replay_endpoint
     if first is None or second is None or not is_bound(first):
         return
@@ -97,8 +97,9 @@ def _check_apart(events: EventsSection, highest: int) -> None:
     if set(places[0]) & set(places[1]):
         flag = "--kv-events-replay-endpoint"
         raise ConfigError(
-            f"{flag} {second} meets --kv-events-endpoint {first}: engine N adds N to both, and the highest N "
-            f"of this host is {highest}. Choose ports that are further apart, e.g. 5557 and 5657",
+            f"{flag} {second} overlaps with --kv-events-endpoint {first}: engine N adds N to both ports, and "
+            f"the highest N of this host is {highest}. Choose ports that are further apart, e.g. 5557 and "
+            "5657",
             param=flag,
         )
 

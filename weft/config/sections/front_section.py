@@ -342,13 +342,15 @@ class FrontSection(Section, frozen=True, kw_only=True):
 def check_front(front: FrontSection) -> None:
     """Check values that the types of the flags cannot express. Raise ConfigError."""
     if front.root_path and not _ROOT_PATH.fullmatch(front.root_path):
-        raise ConfigError("--root-path must be a path such as /llm, without a last /", param="--root-path")
+        raise ConfigError(
+            "--root-path must be a path such as /llm, without / at the end", param="--root-path"
+        )
     for flag, keys in (("--api-key", front.api_key), ("--admin-key", front.admin_key)):
         if any(not (key.isascii() and key.isprintable()) for key in keys):
             raise ConfigError(f"{flag} must be printable ASCII, as it is sent in a header", param=flag)
     # A key in both lists would give ordinary clients the admin routes.
     if set(front.api_key) & set(front.admin_key):
-        raise ConfigError("--admin-key must not be an --api-key, too", param="--admin-key")
+        raise ConfigError("--admin-key has a key of --api-key: choose different keys", param="--admin-key")
     if any(not _ORIGIN.fullmatch(origin) for origin in front.allowed_origins):
         raise ConfigError(
             "--allowed-origins must be *, or origins as browsers send them: https://example.org, "

@@ -35,18 +35,21 @@ def with_draft(spec: ModelSpec, config: Config, path: str, draft_path: str) -> M
         return _behind(spec, eagle_spec(spec, Path(draft_path)), config)
     draft = load_spec(draft_path, trust_remote_code=config.model.trust_remote_code, language_model_only=True)
     if not draft.head:
-        raise ConfigError(f"{_FLAG}: the checkpoint has no output head, so it drafts no tokens", param=_FLAG)
+        raise ConfigError(
+            f"{_FLAG}: the checkpoint has no output head, which drafts need; choose another model",
+            param=_FLAG,
+        )
     other = next((cache.kind for cache in draft.caches if cache.kind not in _CACHES), None)
     if other is not None:
         raise ConfigError(
-            f"{_FLAG}: {draft.architecture} has a cache of kind {other}, and a draft model needs a cache of "
-            "single positions; choose a draft model with full, window or latent attention",
+            f"{_FLAG}: {draft.architecture} has layers with a cache of kind {other}, which is not supported "
+            "in a draft model; choose a draft model with full, window or latent attention",
             param=_FLAG,
         )
     if (draft.moe or draft.counted_experts) is not None and config.parallel.enable_expert_parallel:
         raise ConfigError(
-            f"{_FLAG} with experts and --enable-expert-parallel do not work together: choose a dense draft "
-            "model",
+            f"{_FLAG}: a draft model with experts is not supported with --enable-expert-parallel; choose a "
+            "dense draft model",
             param=_FLAG,
         )
     _check_vocabulary(Path(path), spec, Path(draft_path), draft)
@@ -59,8 +62,8 @@ def eagle_spec(spec: ModelSpec, folder: Path) -> ModelSpec:
     names = config.get("architectures")
     if spec.hyper is not None:
         raise ConfigError(
-            f"{_FLAG}: an EAGLE-3 head reads the stream of a decoder with one stream, and "
-            f"{spec.architecture} has several; use --speculative-method draft or ngram",
+            f"{_FLAG}: an EAGLE-3 head needs a model with one residual stream, and {spec.architecture} has "
+            "several; use --speculative-method draft or ngram",
             param="--speculative-method",
         )
     if names not in (["LlamaForCausalLMEagle3"], ["Eagle3LlamaForCausalLM"]):

@@ -24,8 +24,8 @@ def check_url(url: str) -> None:
         raise ConfigError(f"{FLAG} is no URL: use s3://BUCKET/PREFIX", param=FLAG) from None
     if "@" in parts.netloc or (parts.query and parts.scheme != "mooncake"):
         raise ConfigError(
-            f"{FLAG}: credentials and options do not belong into the URL, which processes and logs show. Set "
-            "the variables of the store, such as AWS_ACCESS_KEY_ID",
+            f"{FLAG}: the URL must not have credentials or options, because process lists and logs show the "
+            "URL. Set the environment variables of the store, such as AWS_ACCESS_KEY_ID",
             param=FLAG,
         )
     if parts.scheme == "mooncake":

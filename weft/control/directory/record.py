@@ -1,4 +1,4 @@
-"""What the directory knows of an engine process, and the interface of a directory.
+"""The record of an engine process in a directory, and the interface of a directory.
 
 An engine publishes one record and renews the record at intervals. The record is a *lease*: API servers stop
 using an engine whose record was not renewed for ``LEASE_S`` seconds. Backends: a folder

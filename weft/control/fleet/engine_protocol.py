@@ -63,7 +63,7 @@ class WeightsLoader(Protocol):
         """Return the answers since the last call."""
 
     def leave(self) -> None:
-        """Give up what the API server that sent the last message has begun: the API server is gone."""
+        """Cancel the change that the sender of the last message has begun: this API server is gone."""
 
 
 class Pixels(Protocol):
@@ -98,7 +98,8 @@ FRAME_BYTES = 16 << 20
 
 
 def _stamp(pause: str) -> tuple[int, str]:
-    """Return number and name of the change of a ``Hello.pause``; of another text the least value."""
+    """Return (number, name) of the change in ``Hello.pause``, to compare which change is later. Return
+    (-1, "") for an invalid text, which is earlier than every change."""
     number, _, rest = pause.partition(" ")
     return (int(number), rest.partition(" ")[0]) if number.isascii() and number.isdigit() else (-1, "")
 
@@ -191,7 +192,7 @@ class EngineProtocol:
         elif isinstance(message, m.Goodbye):
             self.forget(front)
         elif isinstance(message, m.ToAdapters):
-            return self._changed(front, message)
+            return self._begin_adapter_change(front, message)
         elif isinstance(message, m.ToWeights):
             self._weights_front = front
             if self._weights is None:
@@ -227,14 +228,14 @@ class EngineProtocol:
         Quiet API servers get a heartbeat only while their sequences run.
         """
         versions = {front.version for front in self._fronts.values()}
-        made = {version: self._heartbeat(version) for version in versions}
+        by_version = {version: self._heartbeat(version) for version in versions}
         busy = {owner.front for owner in self._owners.values()}
-        told: Outgoing = [
-            (name, made[front.version])
+        heartbeats: Outgoing = [
+            (name, by_version[front.version])
             for name, front in self._fronts.items()
             if name in busy or not front.quiet
         ]
-        return [*self.prefixes.changes(), *told]
+        return [*self.prefixes.changes(), *heartbeats]
 
     def failed(self, error: WeftError) -> Outgoing:
         """Return the messages about a failed engine.
@@ -244,7 +245,7 @@ class EngineProtocol:
         return [(front, m.EngineFailed(error=error.info())) for front in self._fronts]
 
     def forget(self, front: bytes) -> None:
-        """Drop a lost API server, finish all sequences of the server, and give up its update of weights.
+        """Drop a lost API server: finish all its sequences, and cancel its update of the weights.
         Idempotent."""
         known = self._fronts.pop(front, None)
         if known is not None and front == self._weights_front and self._weights is not None:
@@ -261,12 +262,12 @@ class EngineProtocol:
         or if the API server wants another engine, return EngineFailed instead and accept nothing. The API
         server may have another connection to this engine, so a refusal must not forget that connection.
         """
-        version, own = m.common_version(hello.versions), self._identity
+        version, identity = m.common_version(hello.versions), self._identity
         if version is None:
             apart = why_apart((m.OLDEST, m.VERSION), hello.versions, "engine")
             return [(front, m.EngineFailed(error=EngineDead(apart).info()))]
-        if own is not None and hello.engine is not None and not hello.engine.is_same(own):
-            return [(front, m.EngineFailed(error=EngineDead(why_another(hello.engine, own)).info()))]
+        if identity is not None and hello.engine is not None and not hello.engine.is_same(identity):
+            return [(front, m.EngineFailed(error=EngineDead(why_another(hello.engine, identity)).info()))]
         for former in [other for other in self._fronts if other != front and self._named(other, hello.front)]:
             self.forget(former)  # the former connection broke, unnoticed so far
         pause = hello.pause if hello.pause is None or len(hello.pause) <= MOST_PAUSE else None
@@ -315,7 +316,7 @@ class EngineProtocol:
                 self._engine.finish(submit.sequence)
             if self.draining:
                 raise Unavailable("the server is shutting down")
-            events = self._engine.submit(self._found(submit))
+            events = self._engine.submit(self._with_pixels(submit))
         except PixelsLost as error:  # the API server still has the pixels and sends them again
             return self._reject(front, submit, error, "evicted")
         except (ValueError, msgspec.ValidationError):
@@ -325,7 +326,7 @@ class EngineProtocol:
         self._owners[submit.sequence] = _Owner(front, submit.attempt)
         return self.events(events)
 
-    def _changed(self, front: bytes, message: m.ToAdapters) -> Outgoing:
+    def _begin_adapter_change(self, front: bytes, message: m.ToAdapters) -> Outgoing:
         """Load or drop a LoRA adapter. Return the answer, if there is one already; ``adapters_changed`` has
         the other answers. An engine without adapters answers with an error."""
         if self._adapters is None:
@@ -342,33 +343,33 @@ class EngineProtocol:
         """Return the answers to loads of adapters that have ended since the last call."""
         if not self._loading or self._adapters is None:
             return []
-        made: Outgoing = []
+        answers: Outgoing = []
         for answer in self._adapters.finished():
             waiting = self._loading.pop(answer.digest, [])
-            made += [(front, answer) for front in waiting if front in self._fronts]
-        return made
+            answers += [(front, answer) for front in waiting if front in self._fronts]
+        return answers
 
     def weights_changed(self) -> Outgoing:
         """Return the answers about weights since the last call, and reports of changes to all other API
         servers, except those of earlier releases."""
         if self._weights is None or not self._weights_front:
             return []
-        made: Outgoing = []
+        answers: Outgoing = []
         for answer in self._weights.finished():
             if self._weights_front in self._fronts:
-                made.append((self._weights_front, answer))
+                answers.append((self._weights_front, answer))
             if answer.staged or answer.error is not None:
                 continue
             report = WeightsChanged(version=answer.version, name=answer.name)
             others = [name for name, one in self._fronts.items() if one.version >= m.REPORTS_SINCE]
-            made += [(name, report) for name in others if name != self._weights_front]
-        return made
+            answers += [(name, report) for name in others if name != self._weights_front]
+        return answers
 
     def _named(self, connection: bytes, name: str) -> bool:
         """Return True if the connection belongs to the API server ``name``."""
         return bool(name) and self._fronts[connection].name == name
 
-    def _found(self, submit: m.Submit) -> m.Submit:
+    def _with_pixels(self, submit: m.Submit) -> m.Submit:
         """Return ``submit`` with the pixels passed by name.
 
         Raise PixelsLost for missing pixels, and ValueError if the engine resolves no names.
@@ -380,6 +381,7 @@ class EngineProtocol:
         return submit
 
     def _reject(self, front: bytes, submit: m.Submit, error: WeftError, finish: str = "error") -> Outgoing:
+        """Return the terminal event of a Submit that was not accepted."""
         event = m.TokenEvent(
             sequence=submit.sequence, attempt=submit.attempt, finish=finish, error=error.info()
         )

@@ -28,7 +28,7 @@ from weft.common.restarts import MOST_LOSSES
 from weft.control.fleet import fleet_events as e
 from weft.control.fleet.instance_table import InstanceTable, Patience
 from weft.control.fleet.instances import GONE, Instance, InstanceState
-from weft.control.fleet.ledger import LedgerEntry, Unreceived, by_request, for_good, was_not_greeted
+from weft.control.fleet.ledger import LedgerEntry, Unreceived, by_request, was_not_greeted, with_final_error
 from weft.control.fleet.open_sequences import (
     MOST_REFUSALS,
     Lateness,
@@ -59,10 +59,10 @@ class Fleet:
         retired: Iterable[str] = (),
         elastic: bool = False,
     ) -> None:
-        """Build a fleet in which no instance has answered yet.
+        """Create a fleet in which no instance has answered yet.
 
-        ``instances`` maps a name to an expert-parallel group; the instances of a group work together or not
-        at all, and "" means no group. ``front`` is the name of this API server. With ``joining``, other API
+        ``instances`` maps a name to an expert-parallel group. The instances of a group only work together. ""
+        means no group. ``front`` is the name of this API server. With ``joining``, other API
         servers already serve: this API server does not wait for all instances, and survives the loss of an
         instance during startup. With ``local_prefill``, decode instances also compute prompts if no prefill
         instance comes in time. ``retired`` names instances without a process. ``elastic``: unknown instances
@@ -268,7 +268,7 @@ class Fleet:
             self._actions.append(e.Complete())
 
     def _watch_prefixes(self) -> None:
-        """Ask the instances that are up for reports of cached prefixes, each process once.
+        """Request reports of cached prefixes from all live instances, once for each process.
 
         A single instance leaves no choice, so no reports are needed.
         """
@@ -284,8 +284,8 @@ class Fleet:
         Events of ended attempts are counted in ``late_events`` and dropped. Events out of turn are held in
         the entry.
 
-        An event of an unknown connection makes the API server say hello again. Skipped tokens are logged and
-        end the sequence at ``instance``.
+        If the engine does not know the connection, ``Hello`` is sent again. Skipped tokens are logged and end
+        the sequence at ``instance``.
         """
         sequence = event.sequence
         entry = self.entries.get(sequence)
@@ -307,15 +307,16 @@ class Fleet:
             entry.computed = True
         # Without a transfer, an event has no position and needs no ordering.
         alone = entry.pair is None and event.position < 0
-        said = event if alone else entry.in_turn(instance.name, event)
-        if said is None:
+        ordered = event if alone else entry.in_order(instance.name, event)
+        if ordered is None:
             return
-        if said is not event and said.finish == "evicted" != event.finish:  # the instance would continue
+        # Tokens are missing: the next attempt computes the tokens. Without a Finish the instance would go on.
+        if ordered is not event and ordered.finish == "evicted" != event.finish:
             log.error("engine %s skipped tokens: another attempt computes the tokens", instance.name)
             self._send(instance, m.Finish(sequence=sequence))
-        self._tell(instance, entry, for_good(said))
+        self._apply_event(instance, entry, with_final_error(ordered))
 
-    def _tell(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> None:
+    def _apply_event(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> None:
         """Apply an accepted event of ``instance``: queue new output for ``Deliver``, then end or move the
         sequence.
 
@@ -323,21 +324,21 @@ class Fleet:
         client does not see such an end, because the sequence continues elsewhere.
         """
         sequence, finish = event.sequence, event.finish
-        back = finish in ("moved", "evicted") or (finish and self._may_retry(instance, entry, event))
+        continues = finish in ("moved", "evicted") or (finish and self._may_retry(instance, entry, event))
         why = "" if event.error is None else event.error.code
-        # A finish for one instance alone must not reach the client.
-        if back:
+        # An end that concerns only this instance must not reach the client.
+        if continues:
             event = msgspec.structs.replace(event, finish=None, error=None)
         fresh = entry.take(event, entry.pair is not None and entry.receives(instance.name))
-        if fresh is not None and (not back or fresh.token_ids or fresh.prompt_logprobs is not None):
+        if fresh is not None and (not continues or fresh.token_ids or fresh.prompt_logprobs is not None):
             self._events.append(fresh)
         if finish is None:
             return
         if finish == "moved" and entry.sender == instance.name:
             self.table.prove(instance)
             self._hand_over(instance, entry)
-        elif back:
-            self._give_back(instance, entry, why)
+        elif continues:
+            self._take_back(instance, entry, why)
         else:
             self._depart(instance, entry)
             self._leave(sequence)
@@ -358,7 +359,7 @@ class Fleet:
             self._depart(instance, entry)
             self._end(entry.submit.sequence, ReportedError(error))
         elif finish:
-            self._give_back(instance, entry, "" if error is None else error.code)
+            self._take_back(instance, entry, "" if error is None else error.code)
         if finish == "moved":
             self.table.prove(instance)
 
@@ -381,7 +382,7 @@ class Fleet:
             if (receiver := entry.partner(sender.name)) is not None:
                 self._take(self.table.instances[receiver], event)
 
-    def _give_back(self, instance: Instance, entry: LedgerEntry, why: str) -> None:
+    def _take_back(self, instance: Instance, entry: LedgerEntry, why: str) -> None:
         """Take the sequence back from ``instance`` and park the sequence for another attempt.
 
         ``why`` is the error code; "" without an error.
@@ -390,20 +391,22 @@ class Fleet:
         sequence waits longer with each refusal. After more than ``MOST_REFUSALS`` refusals by one instance
         the sequence fails.
         """
-        # The partner has reached the end. The partner's final event is still under way.
+        # The partner has reached the end of the sequence. Its final event has not arrived yet.
         if entry.ends_elsewhere(instance.name, why):
             self._depart(instance, entry)
             return
-        sequence, ended = entry.submit.sequence, entry.peer(instance.name) if why == PeerEnded.code else None
-        doubtful = [] if instance.name in entry.encoders else list(entry.encoders)  # possibly the cause
+        sequence = entry.submit.sequence
+        ended_peer = entry.peer(instance.name) if why == PeerEnded.code else None
+        # An encode instance may be the cause of a return by another instance.
+        suspects = [] if instance.name in entry.encoders else list(entry.encoders)
         self._depart(instance, entry)
-        peer = self.table.instances.get(ended or "")  # None: the peer has left
+        peer = self.table.instances.get(ended_peer or "")  # None: no peer has ended, or the peer has left
         if peer is not None and not entry.orphaned:  # no new sequences until the next process is up
             self.table.shun(peer, self._now)
-        if why == RanksLost.code or ended is not None:
-            self._go_on(entry)
+        if why == RanksLost.code or ended_peer is not None:
+            self._park_after_loss(entry)
             return
-        for name in doubtful:
+        for name in suspects:
             entry.refuse(name)
         if entry.refuse(instance.name, why) > MOST_REFUSALS:
             self._end(sequence, Unavailable("the engines evicted the request too often; try again later"))
@@ -422,14 +425,14 @@ class Fleet:
             self.table.leave(instance, self._now)
 
     def _forget_departed(self) -> None:
-        """Say goodbye to the leaving instances without open sequences, and forget them."""
+        """Send ``Goodbye`` to the leaving instances without open sequences, and forget these instances."""
         for instance in self.table.departed(self._now):
             if instance.alive:
                 self._send(instance, m.Goodbye())
-                # The instance may end before its handed-off caches arrive, and nobody else would notice.
+                # If the instance ends before its handed-off caches arrive, only this deadline detects it.
                 self._await_handed_off(instance)
             self._actions.append(e.Forget(instance.name))
-            # A paused sequence is at no instance. Pinned to this one, the sequence could never go on.
+            # A paused sequence is at no instance. A sequence pinned to this instance could never continue.
             self._end_pinned(instance.name, Unavailable("the requested engine has left the server"))
             log.info("engine %s has left", instance.name)
 
@@ -455,12 +458,12 @@ class Fleet:
         """
         self.table.listen(instance, self._now)
         self._send(instance, self.hello(instance))
-        for entry in self._part(instance):
+        for entry in self._detach(instance):
             self._leave(entry.submit.sequence)
             self._parked.add(entry.submit.sequence)
 
     def hello(self, instance: Instance) -> m.Hello:
-        """Return the first message to an instance. Further ones ask for Welcome and heartbeat."""
+        """Return the first message to an instance. Sent again, the message requests Welcome and heartbeat."""
         identity, versions = instance.identity, (m.OLDEST, m.VERSION)
         pause = None if identity is None else self._pause_state  # the first release knows neither field
         return m.Hello(versions=versions, front=self._front, engine=identity, pause=pause)
@@ -495,8 +498,8 @@ class Fleet:
         if not self.table.lose(instance, self._now, error, self._closing):
             return
         self._actions.append(e.Unlink(instance.name, instance.link))
-        for entry in self._part(instance):
-            self._go_on(entry)
+        for entry in self._detach(instance):
+            self._park_after_loss(entry)
         self._await_handed_off(instance)
         self._end_pinned(instance.name, error)
         if not self.table.complete and not self._joining:  # a failed start ends the API server
@@ -508,27 +511,26 @@ class Fleet:
         """Set a deadline for the first token of sequences that ``sender`` handed off: the sender ends."""
         self._unreceived.add(sender.name, self.entries.values(), self._now + self._patience.transfer)
 
-    def _part(self, instance: Instance) -> list[LedgerEntry]:
+    def _detach(self, instance: Instance) -> list[LedgerEntry]:
         """Remove all sequences from ``instance``; return the entries that cannot continue without the
         instance.
 
         Finished prefill work is handed over, with the held events of the decode instance.
         """
-        left = []
+        interrupted = []
         for sequence in list(instance.open):
             entry = self.entries[sequence]
-            # The decode instance continues without the lost prefill instance if all output of the latter has
-            # come.
+            # The decode instance continues if all output of the lost prefill instance has arrived.
             if entry.sender == instance.name and not entry.needs_sender:
                 self._hand_over(instance, entry)
                 continue
             # A lost encode instance does not matter once the prompt is computed.
             if instance.name not in entry.encoders or not entry.computed:
-                left.append(entry)
+                interrupted.append(entry)
             self._depart(instance, entry)
-        return left
+        return interrupted
 
-    def _go_on(self, entry: LedgerEntry) -> None:
+    def _park_after_loss(self, entry: LedgerEntry) -> None:
         """Park a sequence after the loss of an instance, and count the loss.
 
         After more than ``MOST_LOSSES`` losses the sequence ends with EngineDead.
@@ -583,7 +585,7 @@ class Fleet:
         for instance, error in self.table.overdue(self._now):
             self._lose(instance, error)
         for entry in self._unreceived.late(self._now):
-            self._go_on(entry)
+            self._park_after_loss(entry)
         if self.table.starts_without(self._now):
             self._actions.append(e.Complete())
 
@@ -592,7 +594,7 @@ class Fleet:
         self._unreceived.stall(event.seconds)
 
     def _close(self, event: e.Closing) -> None:
-        """Say farewell to all instances and end every open sequence with an error."""
+        """Send the last messages to all instances, and end every open sequence with an error."""
         self._closing = True
         for instance, message in self.table.farewells(event.shutdown):
             self._send(instance, message)

@@ -1,8 +1,9 @@
 """The request and the output of an open sequence: enough for another instance to continue the sequence.
 
-The Submit made by ``again`` carries every received token. So penalties, limits and stops count these tokens,
-and the next token is drawn at the next position. A later attempt may compute prompt logprobs again (prompt
-logprobs come before the first token). The ledger drops the repetition, so a reader gets each logprob once.
+The Submit made by ``next_attempt`` carries every received token. So penalties, limits and stops count these
+tokens, and the next token is drawn at the next position. A later attempt may compute prompt logprobs again,
+because prompt logprobs come before the first token. The ledger drops the repetition, so a reader gets each
+logprob once.
 
 A sequence may be at two instances at once, a *pair*. One instance computes the prompt and reports the first
 token. The other instance decodes, and reports the first token, too. Each sending, to one instance or a pair,
@@ -147,15 +148,17 @@ class LedgerEntry:
             return True
         # Prompt logprobs come only from the prefill instance, and only for choice 0.
         params, prompt = self.submit.params, len(self.submit.prompt_ids) // 4
-        asked = params.prompt_logprobs >= 0 and self.submit.choice == 0 and not self.position
-        if 0 <= self.routed < prompt:  # likewise the routes of the prompt
+        wants_prompt = params.prompt_logprobs >= 0 and self.submit.choice == 0 and not self.position
+        # The routes of the prompt also come only from the prefill instance.
+        if 0 <= self.routed < prompt:
             return True
-        return asked and self.prompt_logprobs < prompt - 1
+        return wants_prompt and self.prompt_logprobs < prompt - 1
 
     def refuse(self, name: str, why: str = "") -> int:
         """Count a refusal or return by ``name``, with code ``why``. Return the count since the last token.
 
-        Without a common transport the peer is as much at fault: avoid the peer, but count no refusal.
+        Without a common transport, either side of the pair may be the cause. So the next attempt also avoids
+        the peer, but no refusal of the peer counts.
         """
         if why == NoWay.code and name not in self.encoders and (peer := self.peer(name)) is not None:
             self.refused.setdefault(peer, 0)
@@ -170,7 +173,7 @@ class LedgerEntry:
         self.pair = None
         self.received = self.computed = self.orphaned = False
 
-    def again(self) -> Submit:
+    def next_attempt(self) -> Submit:
         """Begin the next attempt: advance ``attempt`` and ``skip``.
 
         Return the Submit, which continues after all tokens so far.
@@ -185,22 +188,22 @@ class LedgerEntry:
             self.submit, attempt=self.attempt, emitted_ids=emitted, routes=self.routed
         )
 
-    def in_turn(self, name: str, event: TokenEvent) -> TokenEvent | None:
+    def in_order(self, name: str, event: TokenEvent) -> TokenEvent | None:
         """Return the event to apply for ``event`` of ``name``; None if held in ``held`` until the prefill
         instance is done.
 
         If earlier tokens are missing and no instance can still report these tokens, return an event without
         tokens: ``name`` then counts as having returned the sequence ("evicted").
         """
-        goes_on = event.finish in (None, "stop", "length")
+        is_output = event.finish in (None, "stop", "length")
         if self.sender not in (None, name):
             # Hold output until the prefill instance is done. A failure or return passes at once.
-            if goes_on:
+            if is_output:
                 self.held.append(event)
                 return None
         elif event.position <= self.position:
             return event
-        finish = "evicted" if goes_on else event.finish
+        finish = "evicted" if is_output else event.finish
         return msgspec.structs.replace(event, token_ids=(), logprobs=None, routes=None, finish=finish)
 
     def take(self, event: TokenEvent, receives: bool = False) -> TokenEvent | None:
@@ -210,8 +213,8 @@ class LedgerEntry:
 
         ``receives``: the event comes from the decode instance of a pair. New tokens clear ``refused``.
         """
-        told = event.prompt_logprobs is not None
-        # reported by the first instance alone; later instances would explain their own cache
+        has_prompt_logprobs = event.prompt_logprobs is not None
+        # Only the first instance explains a cache miss: later instances have other caches.
         if event.cache_miss is not None:
             self.submit = msgspec.structs.replace(self.submit, explain=False)
         self.received = self.received or (receives and bool(event.token_ids))
@@ -227,15 +230,16 @@ class LedgerEntry:
             self.cached = max(self.cached, event.num_cached)
         elif event.num_cached != self.cached:
             event = msgspec.structs.replace(event, num_cached=self.cached)
-        if told:
+        if has_prompt_logprobs:
             event = self._fresh_prompt(event, receives)
         if event.routes is not None:
             fresh = event.routes.part(self.routed, event.routes.end)
             self.routed = max(self.routed, event.routes.end)
             event = msgspec.structs.replace(event, routes=fresh)
-        nothing = not event.token_ids and event.finish is None and event.prompt_logprobs is None
-        nothing = nothing and event.routes is None
-        return None if nothing and (known > 0 or told) else event
+        empty = not event.token_ids and event.finish is None and event.prompt_logprobs is None
+        empty = empty and event.routes is None
+        # An event that was empty from the start still counts, for example as a proof of progress.
+        return None if empty and (known > 0 or has_prompt_logprobs) else event
 
     def _fresh_prompt(self, event: TokenEvent, receives: bool) -> TokenEvent:
         """Return ``event`` without prompt logprobs already received, and count the rest in
@@ -261,8 +265,8 @@ class Unreceived:
     instance.
 
     The decode instance may have the whole cache already, or may still read memory that outlives the sender.
-    The decode instance alone notices a failed transfer if the end of the sender is visible there. A sender on
-    another host may end unnoticed, so the wait has a deadline.
+    The decode instance detects a failed transfer only if the decode instance detects the end of the sender.
+    The end of a sender on another host may stay undetected, so the wait has a deadline.
     """
 
     def __init__(self) -> None:
@@ -282,18 +286,19 @@ class Unreceived:
         return self._due[0][0] if self._due else math.inf
 
     def stall(self, seconds: float) -> None:
-        """Extend all deadlines by ``seconds``: the API server stood still, so events may be unread."""
+        """Extend all deadlines by ``seconds``, because the API server was suspended and may have unread
+        events."""
         self._due = deque((due + seconds, entry, attempt) for due, entry, attempt in self._due)
 
     def late(self, now: float) -> list[LedgerEntry]:
         """Remove and return the sequences past the deadline that are still in the same attempt without a
         token."""
-        found = []
+        late = []
         while self._due and self._due[0][0] <= now:
             _, entry, attempt = self._due.popleft()
             if entry.attempt == attempt and entry.pair is not None and not entry.received:
-                found.append(entry)
-        return found
+                late.append(entry)
+        return late
 
 
 def by_request(
@@ -303,15 +308,15 @@ def by_request(
 
     Without ``images``, leave out sequences with images, except pinned sequences.
     """
-    made: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for sequence in sequences:
         entry = entries[sequence]
         if images or not entry.submit.media or entry.pinned is not None:
-            made.setdefault(entry.submit.request, []).append(sequence)
-    return made
+            groups.setdefault(entry.submit.request, []).append(sequence)
+    return groups
 
 
-def for_good(event: TokenEvent) -> TokenEvent:
+def with_final_error(event: TokenEvent) -> TokenEvent:
     """Return ``event``, but with finish "error" if the reason is an image that cannot be encoded.
 
     Another instance would fail on the same image. The encode instance reports the same error, possibly later.

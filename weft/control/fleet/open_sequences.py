@@ -322,7 +322,7 @@ def begin(route: Route, group: Sequence[LedgerEntry], transfer: float) -> Began:
     compute, decode, encoders = route
     began = Began()
     for number, entry in enumerate(group):
-        submit = entry.again()
+        submit = entry.next_attempt()
         sequence = submit.sequence
         tokens = (len(submit.prompt_ids) + len(submit.emitted_ids)) // 4
         # Only the first sequence adds the prompt to the load: the others share the computed blocks.

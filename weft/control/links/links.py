@@ -153,7 +153,7 @@ class Links:
 
     @property
     def failure(self) -> WeftError | None:
-        """The reason why no engine process is left for good; None while an engine process is left."""
+        """The reason why no engine process is left and none will be started; None while one is left."""
         return self._fleet.failure
 
     @property
@@ -313,7 +313,7 @@ class Links:
         self._feed(e.Resumed(() if flow.failed else tuple(flow.open)))
 
     def hold(self, running: bool) -> None:
-        """Let new sequences wait for ``release_held``; with ``running``, all sequences. Idempotent."""
+        """Hold new sequences until ``release_held``; with ``running``, hold all sequences. Idempotent."""
         self._feed(e.Held(running))
 
     def release_held(self) -> None:
@@ -339,13 +339,13 @@ class Links:
         Wait for the answers and return the last known counters of all engine processes. Raises EngineDead
         when an engine process does not answer within ``timeout`` seconds.
         """
-        asked = {name: link.heartbeats for name, link in self._links.items() if self._lives(name)}
-        for name in asked:
+        counts = {name: link.heartbeats for name, link in self._links.items() if self._lives(name)}
+        for name in counts:
             # An engine process answers a Hello with a heartbeat, which carries the counters.
             self._links[name].send(self._fleet.hello(self._fleet.table.instances[name]))
         try:
             async with asyncio.timeout(timeout):
-                while any(self._lives(n) and self._links[n].heartbeats <= had for n, had in asked.items()):
+                while any(self._lives(n) and self._links[n].heartbeats <= had for n, had in counts.items()):
                     await asyncio.sleep(0.005)
         except TimeoutError:
             raise EngineDead("an engine did not report its counters in time") from None
@@ -357,17 +357,17 @@ class Links:
 
     def flush(self, message: FlushTier) -> int:
         """Send a flush of the KV cache to every live engine process. Return the number of processes."""
-        able = [one.name for one in self.instances if one.alive]
-        for name in able:
+        live = [one.name for one in self.instances if one.alive]
+        for name in live:
             self.tell(name, message)
-        return len(able)
+        return len(live)
 
     def profile(self, seconds: float) -> int:
         """Start a profile of ``seconds``; 0 ends a profile. Return the number of processes notified."""
-        able = [one.name for one in self.instances if one.alive]
-        for name in able:
+        live = [one.name for one in self.instances if one.alive]
+        for name in live:
             self._links[name].send(m.Profile(seconds=seconds))
-        return len(able)
+        return len(live)
 
     async def scale(self, base: str, groups: int) -> Scaled:
         """Start or end groups of one base name. Return the changes. See ``Owner.scale``."""
@@ -471,9 +471,9 @@ class Links:
             case e.Forget(instance):
                 if self._placements is not None:
                     self._placements.lost(instance)
-                if (left := self._links.pop(instance, None)) is not None:
-                    self._past_bad_frames += left.bad_frames
-                    self._end(left, flush=True)
+                if (link := self._links.pop(instance, None)) is not None:
+                    self._past_bad_frames += link.bad_frames
+                    self._end(link, flush=True)
             case e.Replace(instance, error):
                 self._replace(instance, error)
             case e.Complete():
@@ -501,9 +501,9 @@ class Links:
                 by_flow[flow] = [event]
         # A slow event loop catches up with merged events: one write for several tokens of a stream.
         behind = any(link.behind for link in self._links.values())
-        for flow, found in by_flow.items():
+        for flow, flow_events in by_flow.items():
             try:
-                flow.push(found, at_once=not behind)
+                flow.push(flow_events, at_once=not behind)
             except Exception:
                 log.exception("the events of a request were lost; the request fails")
                 flow.fail(WeftError("the server failed to answer this request"))

@@ -108,7 +108,7 @@ class Scale(NamedTuple):
 
 @dataclass(slots=True)
 class _Role:
-    """What the planner remembers about one role."""
+    """State of the planner for one role."""
 
     range: Range
     base: str = ""

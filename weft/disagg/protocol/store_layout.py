@@ -3,9 +3,9 @@
     caches of a rank    tensors of a KV cache group    [layer, block, kv, head, position, width]
     payload of a part   the same tensors, back to back [layer, kv, head, position, width] of one block
 
-So a record is the memory of a peer with one block, whose dims begin with the block: the span plans of
-transfers between groups also plan reads and writes of records. A group of another tensor parallel size reads
-from each part the heads that the reading rank has.
+For the span plans of transfers, a record is the memory of a peer with one block, and the dims of the record
+begin with the block. So the same span plans serve reads and writes of records. If the reading group has
+another tensor parallel size, each rank reads its own heads from the parts.
 
 A KV cache group without heads is equal on all ranks: such a block has one part, written by rank 0.
 """
@@ -28,14 +28,14 @@ _BLOCK = 1
 def parts_of(dims: GroupDims, kind: int) -> int:
     """Return the number of parts of a block of KV cache group ``kind`` that the group writes. Ranks
     0 .. parts - 1 write."""
-    found = dims.kinds[kind]
-    return dims.ranks if any(tensor_of(tensor).heads for tensor in found.tensors) else 1
+    tensors = dims.kinds[kind].tensors
+    return dims.ranks if any(tensor_of(tensor).heads for tensor in tensors) else 1
 
 
 def part_bytes(dims: GroupDims, kind: int, parts: int) -> int:
     """Return the bytes of one part of a block, as a group of ``parts`` writing ranks stores the block."""
-    made = _page_first(dims.kinds[kind], dims.ranks, parts)
-    return sum(tensor_of(tensor).block_stride for tensor in made.tensors)
+    stored = _page_first(dims.kinds[kind], dims.ranks, parts)
+    return sum(tensor_of(tensor).block_stride for tensor in stored.tensors)
 
 
 class BlockSpans(NamedTuple):
@@ -96,28 +96,28 @@ def _end(dims: GroupDims, kind: int) -> int:
 
 def _sides(dims: GroupDims, kind: int, parts: int) -> tuple[Side, Side]:
     """Return the caches and the record as sides of a plan. Both hold the sequence's block 1."""
-    own = msgspec.structs.replace(dims.kinds[kind], window=0)
+    group = msgspec.structs.replace(dims.kinds[kind], window=0)
     place = (Place(_BLOCK, np.array([_BLOCK], np.int64)),)
-    stored = GroupDims(ranks=parts, kinds=(_page_first(own, dims.ranks, parts),))
-    return Side(GroupDims(ranks=dims.ranks, kinds=(own,)), place), Side(stored, place)
+    stored = GroupDims(ranks=parts, kinds=(_page_first(group, dims.ranks, parts),))
+    return Side(GroupDims(ranks=dims.ranks, kinds=(group,)), place), Side(stored, place)
 
 
 def _spans(dims: GroupDims, kind: int, plan: SpanPlan, caches: Side, record: Side, read: bool) -> BlockSpans:
     """Return the spans of all layers of a plan for block 1, moved to block 0 of both sides."""
-    own, stored = caches.dims.kinds[0], record.dims.kinds[0]
-    numbers, is_state = range(len(own.layers)), own.kind == "state"
-    begin, end = _BLOCK * own.block_size, _end(dims, kind)
-    found = {
+    group, stored = caches.dims.kinds[0], record.dims.kinds[0]
+    numbers, is_state = range(len(group.layers)), group.kind == "state"
+    begin, end = _BLOCK * group.block_size, _end(dims, kind)
+    parts = {
         part.source: part
         for part in (plan.state(0, numbers) if is_state else plan.entries(0, numbers, begin, end))
     }
     spans, strides, done = list[np.ndarray](), list[int](), 0
-    for number, (tensor, page) in enumerate(zip(own.tensors, stored.tensors, strict=True)):
+    for number, (tensor, page) in enumerate(zip(group.tensors, stored.tensors, strict=True)):
         stride, nbytes = tensor_of(tensor).block_stride, tensor_of(page).block_stride
-        made = found[number].spans if number in found else np.empty((0, 3), np.int64)
-        if read:
-            made = made[:, [1, 0, 2]]
-        spans.append(made + np.array([-_BLOCK * stride, done - _BLOCK * nbytes, 0]))
+        of_tensor = parts[number].spans if number in parts else np.empty((0, 3), np.int64)
+        if read:  # a plan for reading goes from the record to the caches
+            of_tensor = of_tensor[:, [1, 0, 2]]
+        spans.append(of_tensor + np.array([-_BLOCK * stride, done - _BLOCK * nbytes, 0]))
         strides.append(stride)
         done += nbytes
     return BlockSpans(sum(len(one.tensors) for one in dims.kinds[:kind]), tuple(spans), tuple(strides))

@@ -175,7 +175,7 @@ class TransferTable:
     # ---- extension points of the two sides
 
     def _needs_peer(self, transfer: Transfer) -> bool:
-        """Return True if the peer may touch local memory of the transfer."""
+        """Return True if the peer may read or write local memory of the transfer."""
         raise NotImplementedError
 
     def _opened(self, transfer: Transfer, now: float) -> list[ev.Action]:
@@ -265,7 +265,7 @@ class TransferTable:
     def _tick(self, now: float) -> list[ev.Action]:
         """Fail transfers past a deadline, and repeat unanswered messages, stops, fences and revocations.
         Forget old transfers."""
-        # A failing transfer has no deadline: only a proof of the fence gives memory back.
+        # A failing transfer has no deadline: the memory is free only after the proof of a fence.
         actions: list[ev.Action] = []
         for transfer in list(self._transfers.values()):
             if transfer.revoke_at is not None and transfer.revoke_at <= now:
@@ -310,8 +310,8 @@ class TransferTable:
         return actions
 
     def _rank_report(self, event: ev.RankReport, now: float) -> list[ev.Action]:
-        """Record a rank's outcome: fail the transfer, make a bound transfer active, or move the transfer on.
-        Ignored unless bound or active."""
+        """Record the outcome of a rank: fail the transfer, make a bound transfer active, or continue an
+        active transfer. Does nothing unless the transfer is bound or active."""
         transfer = self._transfers.get(event.key)
         if transfer is None or transfer.state not in (State.bound, State.active):
             return []
@@ -329,7 +329,7 @@ class TransferTable:
         return self._settle(transfer, now)
 
     def _all_there(self, transfer: Transfer, now: float) -> list[ev.Action]:
-        """Fail a newly bound transfer if a local rank is gone: the rank's part would never move."""
+        """Fail a newly bound transfer if a local rank is gone: the part of the rank would never be sent."""
         lost = Unavailable("a process of the transfer was lost")
         return self._fail(transfer, lost.info(), now) if self._gone else []
 
@@ -384,7 +384,7 @@ class TransferTable:
     def _fail(
         self, transfer: Transfer, error: ErrorInfo, now: float, answer: r.TransferMessage | None = None
     ) -> list[ev.Action]:
-        """Fail the transfer, unless the transfer is failing already. Memory is given back after the fence.
+        """Fail the transfer, unless the transfer is failing already. The memory is free after the fence.
 
         ``answer``: answer to late messages; default: the fence.
         """
@@ -418,15 +418,15 @@ class TransferTable:
         retry = self._patience.retry
         until = now + self._patience.remember
         self._notices[event.key] = _Notice(event.peer, fence, now + retry, retry, until)
-        told = (
+        to_scheduler = (
             ev.TellScheduler(r.TransferFailed(event.key, error)),
             ev.TellScheduler(r.TransferFreed(event.key)),
         )
-        return [*told, ev.SendToPeer(event.peer, fence)]
+        return [*to_scheduler, ev.SendToPeer(event.peer, fence)]
 
     def _settle(self, transfer: Transfer, now: float) -> list[ev.Action]:
-        """Move a failing transfer on: answer the peer's fence and give memory back, once all ranks have
-        stopped."""
+        """Continue a failing transfer once all ranks have stopped: answer the fence of the peer, and report
+        the memory free once the peer has stopped, too."""
         actions: list[ev.Action] = []
         if transfer.running:
             return actions

@@ -26,9 +26,9 @@ def digest_spans(memory: Tensor, spans: np.ndarray, seeds: np.ndarray) -> np.nda
     Raises IndexError for a span outside the memory.
     """
     if cpu.load():
-        with _inside():
-            made = torch.ops.weft_cpu.digest_spans.default(memory, _int64(spans), _int64(seeds))
-        return made.numpy().view(np.uint64)
+        with _index_errors():
+            result = torch.ops.weft_cpu.digest_spans.default(memory, _int64(spans), _int64(seeds))
+        return result.numpy().view(np.uint64)
     _check(memory, spans[:, 0], spans[:, 1])
     return digests.digest_spans(memory.numpy(), spans, seeds)
 
@@ -36,11 +36,11 @@ def digest_spans(memory: Tensor, spans: np.ndarray, seeds: np.ndarray) -> np.nda
 def digest_parts(regions: Sequence[Tensor], parts: Sequence[SpanPart], seed: int) -> np.ndarray:
     """Return uint64, one per span: digests of ``parts``, read from ``regions``. ``seed``: see
     ``digests.ranks_seed``."""
-    made = [np.empty(0, np.uint64)]
+    result = [np.empty(0, np.uint64)]
     for part in parts:
         seeds = digests.span_seeds(seed, part.target, part.spans[:, 1], part.spans[:, 2])
-        made.append(digest_spans(regions[part.source], part.spans[:, ::2], seeds))
-    return np.concatenate(made)
+        result.append(digest_spans(regions[part.source], part.spans[:, ::2], seeds))
+    return np.concatenate(result)
 
 
 def copy_spans(source: Tensor, target: Tensor, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
@@ -50,9 +50,9 @@ def copy_spans(source: Tensor, target: Tensor, spans: np.ndarray, seeds: np.ndar
     Raises IndexError for a span outside its memory, before any write.
     """
     if cpu.load():
-        with _inside():
-            made = torch.ops.weft_cpu.copy_spans.default(source, target, _int64(spans), _int64(seeds))
-        return made.numpy().view(np.uint64)
+        with _index_errors():
+            result = torch.ops.weft_cpu.copy_spans.default(source, target, _int64(spans), _int64(seeds))
+        return result.numpy().view(np.uint64)
     _check(source, spans[:, 0], spans[:, 2])
     _check(target, spans[:, 1], spans[:, 2])
     reads, writes = source.numpy(), target.numpy()
@@ -78,8 +78,8 @@ def gather_spans(source: Tensor, target: Tensor, spans: np.ndarray) -> None:
 
 
 @contextmanager
-def _inside() -> Iterator[None]:
-    """Turn the C++ operations' span errors into IndexError."""
+def _index_errors() -> Iterator[None]:
+    """Convert errors of the C++ operations about a span outside its memory to IndexError."""
     try:
         yield
     except RuntimeError as error:

@@ -78,8 +78,9 @@ class ShmTransport(SocketTransport):
         link.connection.send(hello, fds=[region.fd for region in shared])
 
     def _met(self, link: PeerLink, hello: f.PeerHello) -> None:
-        """As receiver, map the writer's regions read-only and close the descriptors; then finish the
-        handshake. Raises BadFrame for a wrong number of descriptors, EngineDead for memory without seals."""
+        """Finish the handshake. A receiver first maps the writer's regions read-only and closes the
+        descriptors. Raises BadFrame for a wrong number of descriptors, EngineDead for memory without
+        seals."""
         if not link.writer:
             # The mappings stay valid without the descriptors, so close all descriptors, on errors too.
             fds, link.connection.fds = link.connection.fds, []

@@ -105,7 +105,7 @@ class SocketTransport:
         self._answered: dict[str, PeerLink] = {}
         """Links with unsent answers, by name."""
         self.refused = 0
-        """Number of connections refused, or closed because of the peer's bytes or silence."""
+        """Number of refused connections, and of connections closed because of invalid bytes or a time-out."""
         self.corrupt = 0
         """Number of writes with an error in ``take``, mostly wrong digests."""
 
@@ -180,9 +180,10 @@ class SocketTransport:
         return self._memory.mark()
 
     def write(self, write: Write) -> None:
-        now = self._memory.put(write)
-        if now is not None:
-            self._send(now)
+        # None: the write is staged first, and `_send_staged` sends the write.
+        ready = self._memory.put(write)
+        if ready is not None:
+            self._send(ready)
 
     def _send(self, write: Write) -> None:
         """Send a write, or queue the write until the handshake ends. A failure closes the link and ends the
@@ -198,7 +199,7 @@ class SocketTransport:
             self._send_write(link, write)
         except Exception as error:
             self._lost(link, error)
-            # Without a link, `_lost` knows nothing of the write.
+            # Without a link, `_lost` cannot report the write.
             if link is None:
                 self._ended(write.peer, write.key, write.number, info_of(error))
 
@@ -244,7 +245,7 @@ class SocketTransport:
             for number in unsent:
                 self._memory.ended(link.name, key, number)
             link.waiting = [write for write in link.waiting if write.key != key]
-            # A partly sent frame goes on with zeros. No answer is due any more: forget the write.
+            # The rest of a partly sent frame is sent as zeros. No answer is expected: forget the write.
             for known in [known for known in link.unanswered if known[0] == key]:
                 del link.unanswered[known]
 
@@ -288,7 +289,7 @@ class SocketTransport:
         """Start a connection to ``peer`` and send the Hello. Return the link; the handshake is not complete.
         Raises Unavailable for an unknown peer, OSError if connecting fails."""
         if peer not in self._peers:
-            raise Unavailable("a write names a peer that was never connected")
+            raise Unavailable("a write names an unknown peer")
         endpoint, _, deadline = self._peers[peer]
         sock, address = self._socket(endpoint.address)
         sock.setblocking(False)
@@ -335,7 +336,7 @@ class SocketTransport:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 log.error("connections for transfers cannot be accepted: %s", error.strerror)
-                self.selector.unregister(self._listener)  # the listener would be ready without end
+                self.selector.unregister(self._listener)  # otherwise every `select` would return at once
                 self._again = time.monotonic() + _PAUSE_S
             return
         try:

@@ -147,14 +147,19 @@ class Sizes(NamedTuple):
     slot: int = 4 << 20
     """Maximum bytes of one outgoing write."""
     slots: int = 16
+    """Number of slots of the ring."""
     inbox: int = 16 << 20
     """Maximum bytes of one received span."""
 
 
 class _Copying(NamedTuple):
+    """A copy under way to a slot of the ring."""
+
     slot: int
     copy: Any
+    """Handle of the copy, see ``Copies.out``."""
     since: float
+    """Start of the copy, in seconds of ``time.monotonic``."""
 
 
 class Staged:
@@ -213,19 +218,19 @@ class Staged:
             except Exception:  # a fault of one write ends only its transfer
                 log.exception("a write of transfer %d/%d could not be copied", *write.key[:2])
                 self._failed.append(Written(write.key, write.peer, write.number, _NOT_COPIED))
-                # The slot goes back at once: mark the copy as done, then the write as ended.
+                # Free the slot at once: mark the copy as done, then the write as ended.
                 self._outbox.copied(slot)
                 self._outbox.ended(write.peer, write.key, write.number)
                 continue
             self._copying.append(_Copying(slot, copy, now))
-        made, under_way = list[Write](), list[_Copying]()
+        ready, under_way = list[Write](), list[_Copying]()
         for one in self._copying:
             if not self._copies.ended(one.copy):
                 under_way.append(one)
             elif (copied := self._outbox.copied(one.slot)) is not None:
-                made.append(self._in_slot(copied, one.slot, one.copy))
+                ready.append(self._in_slot(copied, one.slot, one.copy))
         self._copying = under_way
-        return made
+        return ready
 
     def failed(self) -> list[Written]:
         failed, self._failed = self._failed, []
@@ -247,7 +252,7 @@ class Staged:
         self._outbox.cancel(key)
 
     def quiet(self, key: TransferKey) -> bool:
-        # A take that failed may write the blocks of any transfer.
+        # A copy of a failed `take` may still write blocks of any transfer.
         return self._copies.settled() and self._outbox.quiet(key)
 
     def mark(self) -> Any:
@@ -257,12 +262,12 @@ class Staged:
         """See ``Memory.take``. Raises EngineDead for a span longer than the inbox."""
         if self._copies.with_sums:
             return self._take_with_sums(source, region, spans, seeds)
-        made = [np.empty(0, np.uint64)]
+        digests = [np.empty(0, np.uint64)]
         for piece in _pieces(spans, _PIECE):
             inbox, moves = self._room(spans[piece])
-            made.append(copy_spans(source, self._inbox.tensor, moves, seeds[piece]))
+            digests.append(copy_spans(source, self._inbox.tensor, moves, seeds[piece]))
             self._copies.into(inbox, self.regions[region], spans[piece, 1:])
-        return np.concatenate(made)
+        return np.concatenate(digests)
 
     def _take_with_sums(
         self, source: Tensor, region: int, spans: np.ndarray, seeds: np.ndarray

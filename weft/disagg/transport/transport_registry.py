@@ -36,7 +36,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportPlace:
-    """What a rank gives to its transport."""
+    """Arguments of a rank for its transport."""
 
     rank: int
     """Number of the rank within its group."""

@@ -6,8 +6,8 @@ other groups.
     engines     messages ─────────►│ fers   ├──► scheduler   transfer(event)
     peers       ends of processes ►┘        └──► log, counters
 
-``weft.disagg.protocol`` decides; the module executes the decisions on the engine's thread and never blocks. A
-turn without news costs a few checks of queues.
+``weft.disagg.protocol`` decides. This module executes the decisions on the engine's thread and never blocks.
+A call without new input costs a few checks of queues.
 
 * Memory of a sender after the end or silence of a peer: see ``weft.engine.disagg.peers``.
 * When a group is lost and formed again, all transfers fail at once, because the memory may be gone. Surviving
@@ -52,10 +52,9 @@ TICK_S = 0.1
 """Seconds between two checks of deadlines."""
 TIDY_S = 30.0
 """Seconds between two checks for unused connections."""
-MEET_S = 30.0
-"""Seconds within which a peer must report its process id. Before the report the end of the peer is not
-visible.
-"""
+IDENTIFY_S = 30.0
+"""Maximum seconds until a peer reports its process id. Before the report, the end of the peer is not
+detected."""
 ASK_S = 1.0
 """Seconds between two requests for the process id of a peer."""
 POSTPONE_S = 0.5
@@ -63,7 +62,7 @@ POSTPONE_S = 0.5
 HASH_BYTES = 16
 """Bytes of the hash of one base block in an offer."""
 MOST_MESSAGES = 256
-"""Maximum messages handled in one turn, to keep steps on time."""
+"""Maximum messages handled in one call of ``take``, so that steps are not delayed."""
 
 
 class EngineTransfers:
@@ -98,20 +97,21 @@ class EngineTransfers:
         self._peers: Peers = peers or PeerWatch()
         self._pairing = pairing
         self._lost: set[Peer] = set()
-        self._whole = True
+        self._ranks_ready = True
         """False from the loss of ranks until the group runs again."""
-        self._put_off: dict[TransferKey, ev.Action] = {}
+        self._deferred_offers: dict[TransferKey, ev.Action] = {}
         """Offers received during a recovery. The scheduler receives the offers after the recovery."""
-        self._gone: set[int] = set()
+        self._gone_ranks: set[int] = set()
+        """Ranks whose process has ended, until ``regain``."""
         self._records: dict[TransferKey, TransferNotes] = {}
         self._stops: dict[TransferKey, set[int]] = {}
         """Transfers with a pending ``StopTransfer`` -> ranks without an acknowledgement."""
         self._actions: deque[ev.Action] = deque()
         self._tick_at = self._tidy_at = self._ask_at = 0.0
-        self._unmet: dict[TransferKey, float] = {}
-        """Transfers with an unknown peer process -> time at which the transfer is given up."""
+        self._unidentified: dict[TransferKey, float] = {}
+        """Transfers with an unknown peer process -> time at which the transfer is cancelled."""
         self.tally = TransferTally(self._sends)
-        self._strangers = CountedLog(log)
+        self._limited_log = CountedLog(log)
         self.bad = 0
         """Number of unreadable or invalid messages, which were dropped."""
 
@@ -131,7 +131,7 @@ class EngineTransfers:
     def next_due(self) -> float | None:
         """Time at which ``take`` has work even without input; None if there is no deadline."""
         due = self._machine.next_due()
-        if self._unmet:
+        if self._unidentified:
             due = self._ask_at if due is None else min(due, self._ask_at)
         return None if due is None else max(due, self._tick_at)
 
@@ -170,7 +170,7 @@ class EngineTransfers:
         if peer in self._lost:
             self._on(ev.PeerLost(peer))
         elif not self._peers.knows(peer):
-            self._unmet[key] = self._clock.now() + MEET_S
+            self._unidentified[key] = self._clock.now() + IDENTIFY_S
             self._channel.send(peer, b"", asks=True)
 
     def take(self, scheduler: TransferScheduler) -> list[TokenEvent]:
@@ -208,7 +208,7 @@ class EngineTransfers:
 
     def lose(self) -> None:
         """Fail all transfers after the loss of ranks. The caller must call ``serve`` afterwards."""
-        self._whole = False
+        self._ranks_ready = False
         lost = Unavailable("a process of the transfer was lost").info()
         for key in list(self._records):
             self._on(ev.Cancel(key, lost))
@@ -219,14 +219,14 @@ class EngineTransfers:
         """
         for event in self._ranks.take():  # reports from before the recovery
             self._rank_reported(event)
-        self._whole = True
-        for rank in self._gone:
+        self._ranks_ready = True
+        for rank in self._gone_ranks:
             self._on(ev.RankBack(rank))
-        self._gone.clear()
+        self._gone_ranks.clear()
         for key in self._stops:
             self._ranks.send(f.StopTransfer(key=key))
-        self._actions.extend(self._put_off.values())
-        self._put_off.clear()
+        self._actions.extend(self._deferred_offers.values())
+        self._deferred_offers.clear()
 
     def close(self) -> None:
         """Send a cancellation of every transfer to the peer and close the channel. The transfers of the ranks
@@ -303,7 +303,7 @@ class EngineTransfers:
                 raise r.TransferMessageError("the hashes of a prompt are truncated")
         except r.TransferMessageError as error:
             self.bad += 1
-            self._strangers.say(
+            self._limited_log.say(
                 "dropped an invalid message of another engine: %s (%s)", error.message, peer.name
             )
             return
@@ -327,21 +327,21 @@ class EngineTransfers:
                 if outcome is Outcome.done:
                     self._mark(key, notes.LAST_BYTE)
             case ev.RankReport(key, _, _, error):
-                self._doubt(key, error)
+                self._blame_transports(key, error)
             case ev.RankStopped(key, rank):
                 self._has_stopped(key, rank)
             case ev.RankGone(rank):
-                self._gone.add(rank)
+                self._gone_ranks.add(rank)
                 for key in list(self._stops):
                     self._has_stopped(key, rank)
         self._on(event)
 
     def _has_stopped(self, key: TransferKey, rank: int) -> None:
         """Remove ``rank`` from the pending stop of ``key``. Unknown keys are ignored."""
-        left = self._stops.get(key)
-        if left is not None:
-            left.discard(rank)
-            if not left:
+        pending = self._stops.get(key)
+        if pending is not None:
+            pending.discard(rank)
+            if not pending:
                 del self._stops[key]
 
     def _peer_ended(self, peer: Peer) -> None:
@@ -361,25 +361,25 @@ class EngineTransfers:
         if due is not None and due <= now:
             self._on(ev.TransferTick())
         self._peers.look()
-        if self._unmet and now >= self._ask_at:
-            self._meet(now)
+        if self._unidentified and now >= self._ask_at:
+            self._identify_peers(now)
         if now >= self._tidy_at:
             self._tidy_at = now + TIDY_S
             self._channel.tidy()
 
-    def _meet(self, now: float) -> None:
+    def _identify_peers(self, now: float) -> None:
         """Request the process id of unknown peers again, and cancel transfers of silent peers.
 
         Without the process id, the early end of a peer would go unnoticed until the transfer's own deadline,
         which may not have begun.
         """
         self._ask_at = now + ASK_S
-        for key, until in list(self._unmet.items()):
+        for key, until in list(self._unidentified.items()):
             record = self._records.get(key)
             if record is None or record.failed or self._peers.knows(record.peer):
-                del self._unmet[key]
+                del self._unidentified[key]
             elif now >= until:
-                del self._unmet[key]
+                del self._unidentified[key]
                 self._on(ev.Cancel(key, Unavailable("the other end of the transfer never answered").info()))
             else:
                 self._channel.send(record.peer, b"", asks=True)
@@ -390,28 +390,27 @@ class EngineTransfers:
         """Execute one action of the state machine. Append the scheduler's events to ``events``.
 
         An action sends a message, sends a command to the ranks, or passes an event to the scheduler. During a
-        recovery, an offer is put off, and the peer is asked to repeat the offer after ``POSTPONE_S`` seconds.
+        recovery, an offer is deferred, and the peer must repeat the offer after ``POSTPONE_S`` seconds.
         """
         match action:
             case ev.SendToPeer(peer, message):
                 self._send(peer, message)
-            case ev.TellScheduler(r.TransferWanted(key)) if (
-                not self._whole
-            ):  # the scheduler cannot act on an offer yet
-                self._put_off[key] = action
+            # During a recovery the scheduler cannot answer an offer.
+            case ev.TellScheduler(r.TransferWanted(key)) if not self._ranks_ready:
+                self._deferred_offers[key] = action
                 self._on(ev.Postpone(key, POSTPONE_S))
             case ev.TellScheduler(event):
                 self._note(event)
                 events += scheduler.transfer(event, self._clock.now())
             case ev.Push(key, offer, bound, num_cached):
-                chosen = self._chosen(key, bound)
-                if chosen is not None and self._begins(key, offer, chosen):
+                chosen = self._with_transport(key, bound)
+                if chosen is not None and self._may_begin(key, offer, chosen):
                     blocks = scheduler.transfer_blocks(key)
                     self._ranks.send(
                         f.PushTransfer(offer=offer, bound=chosen, blocks=blocks, num_cached=num_cached)
                     )
             case ev.Expect(key, offer, bound):
-                if self._begins(key, offer, bound):
+                if self._may_begin(key, offer, bound):
                     self._ranks.send(f.ExpectTransfer(offer=offer, bound=bound))
             case ev.StopRanks(key):
                 self._stops[key] = set(self._ranks.ranks)
@@ -419,7 +418,7 @@ class EngineTransfers:
             case ev.Revoke(key, peer):
                 self._revoke(key, peer)
 
-    def _chosen(self, key: TransferKey, bound: r.Bound) -> r.Bound | None:
+    def _with_transport(self, key: TransferKey, bound: r.Bound) -> r.Bound | None:
         """Return ``bound`` with one transport to the receiver, or None for an unknown transfer. Without a
         common transport, cancel the transfer and return None."""
         record = self._records.get(key)
@@ -428,23 +427,23 @@ class EngineTransfers:
         try:
             return self._pairing.choose(record.peer, bound, self._clock.now())
         except NoWay as error:
-            self._strangers.say("no transfer to %s is possible: %s", record.peer.name, error.message)
+            self._limited_log.say("no transfer to %s is possible: %s", record.peer.name, error.message)
             self._on(ev.Cancel(key, error.info()))
             return None
 
-    def _doubt(self, key: TransferKey, error: ErrorInfo | None) -> None:
-        """Note a failure at a rank against the transport of the transfer."""
+    def _blame_transports(self, key: TransferKey, error: ErrorInfo | None) -> None:
+        """Record a failure at a rank as a failure of the transports of the transfer."""
         record = self._records.get(key)
         if record is not None and self._pairing is not None:
             for transport in record.transports:
                 self._pairing.failed(record.peer, transport, error, self._clock.now())
 
-    def _begins(self, key: TransferKey, offer: r.Admitted, bound: r.Bound) -> bool:
+    def _may_begin(self, key: TransferKey, offer: r.Admitted, bound: r.Bound) -> bool:
         """Record the volume and the transports of a transfer and return True if ranks may begin.
 
         Return False for an unknown or failed transfer. During a recovery, cancel and return False.
         """
-        if not self._whole:
+        if not self._ranks_ready:
             self._on(ev.Cancel(key, Unavailable("the group is recovering").info()))
             return False
         record = self._records.get(key)
@@ -473,8 +472,8 @@ class EngineTransfers:
         ``weft.engine.disagg.peers``. Otherwise log a warning: the blocks stay pinned.
         """
         record = self._records.get(key)
-        # Over TCP only own ranks read the memory. Over others peers may read: the end of the peer's process
-        # is the proof.
+        # With TCP only local ranks read the memory. With other transports the peer may read. Then only the
+        # end of the peer's process proves that nobody reads.
         if record is None or record.transports <= {"tcp"}:
             self._on(ev.Revoked(key))
         elif peer in self._lost:

@@ -166,7 +166,7 @@ def _opened(
             reports=reports,
             endpoint=transport.endpoint,
             memory=caches.memory,
-            heard=number == 0 and config.transfer.role == "prefill",
+            reports_during_steps=number == 0 and config.transfer.role == "prefill",
             close=resources.pop_all().close,
         )
 

@@ -1,15 +1,15 @@
 """The loop of a worker rank: receives a step, checks the step, executes the step, reports the outcome.
 
-    no epoch ──Form──► running ──Abort, or a failure here──► no epoch ──Form──► ...
-                          └── StepFrame: same step number, same digest, or the rank stops
-              LateMasks: of the step before, if that is constrained; nothing else may follow it
+    no epoch ──Form──► running ──Abort, or a failure of this rank──► no epoch ──Form──► ...
+                          ├── StepFrame: the step number and the slot digest must be as expected
+                          └── LateMasks: must directly follow the StepFrame of a constrained step
 
 A worker decides nothing. The worker reports every failure to the engine process. Then the worker keeps the
 weights and waits for the next epoch, in which all slots are empty. After the loss of the engine process, a
-worker can join another engine.
+worker can join another engine process.
 
 Transfers to and from other groups outlast epochs: the engine process starts and stops each transfer. Reports
-go only to the engine process that named the transfer. A rank stops all transfers before joining another
+go only to the engine process that started the transfer. A rank stops all transfers before joining another
 engine process.
 """
 
@@ -54,9 +54,7 @@ class GivenUp(EngineDead):
 
 
 class Worker:
-    """The loop of one worker rank. ``turn`` handles one frame or result. ``run`` calls ``turn`` until the
-    end.
-    """
+    """The loop of one worker rank. ``run`` calls ``turn``, which handles one frame or result."""
 
     def __init__(
         self,
@@ -69,10 +67,11 @@ class Worker:
         incarnation: str = "",
         look: Callable[[bool], None] = lambda idle: None,
     ) -> None:
-        """``mesh``: closed by ``close``, as are ``runner`` and ``channel``. ``rank_timeout``: seconds, unit
-        of the deadlines for a connection. ``incarnation``: identifies the engine process at the other end of
-        ``channel``. ``look``: called between frames, with True if no frame came for ``_IDLE`` seconds."""
-        self._look = look
+        """``runner``, ``mesh``, ``channel``: closed by ``close``. ``rank_timeout``: seconds; the deadlines
+        for a connection are multiples of ``rank_timeout``. ``incarnation``: identifies the engine process at
+        the other end of ``channel``. ``look``: called between frames, with True if no frame came for
+        ``_IDLE`` seconds."""
+        self._between_frames = look
         self.rank = rank
         self._runner = runner
         self._mesh = mesh
@@ -88,6 +87,7 @@ class Worker:
         """Current epoch, or the last epoch; -1 before the first."""
         self._running = False
         self._next: int | None = None
+        """Number of the next step of the epoch; None before the first step."""
         self.step = -1
         """Last step completed on the rank; -1 before the first."""
         self.stopped = False
@@ -102,7 +102,7 @@ class Worker:
         both = (runner.reports, None if runner.embeddings is None else runner.embeddings.reports)
         self._weights: RankWeights | None = getattr(runner, "weights", None)
         self._wake = [reports.descriptor for reports in (*both, tier_of(runner)) if reports is not None]
-        self._wake += [] if self._weights is None else [self._weights.bell.descriptor]
+        self._wake += [] if self._weights is None else [self._weights.wakeup.descriptor]
 
     # ---- the loop
 
@@ -117,7 +117,7 @@ class Worker:
         self._channel.send(f.encode(ready))
         while not self.stopped and not self._orphan:
             busy = self.turn(_BUSY if self._in_flight else _IDLE)
-            self._look(not busy and not self._in_flight)  # steps of a request follow within `_IDLE`
+            self._between_frames(not busy and not self._in_flight)  # steps of a request follow within `_IDLE`
         self._leave()
 
     def join(self, channel: RankChannel, incarnation: str) -> None:
@@ -149,10 +149,10 @@ class Worker:
         if self._in_flight and self._runner.done(self._in_flight[0]):
             self._attempt(self._answer)
             return True
-        told = self._tell()
-        data = self._channel.receive(0.0 if told else wait, self._wake)
+        reported = self._send_reports()
+        data = self._channel.receive(0.0 if reported else wait, self._wake)
         if data is None:
-            return told or self._tell()
+            return reported or self._send_reports()
         self._attempt(lambda: self._take(f.decode_to_rank(data)))
         return True
 
@@ -200,7 +200,7 @@ class Worker:
             if frame.epoch >= self.epoch:
                 self._leave()
         elif isinstance(frame, f.Pools):
-            self._fits(frame)
+            self._check_pools(frame)
         elif isinstance(frame, f.Form):
             self._form(frame)
         elif isinstance(frame, f.StepFrame):
@@ -210,38 +210,39 @@ class Worker:
         elif isinstance(frame, TierCommand):
             self._tier.take(frame, tier_of(self._runner))
         elif isinstance(frame, WeightsToRank):
-            self._fill(frame)
+            self._take_weights(frame)
         elif isinstance(frame, f.LateMasks):
             self._sample(frame)
 
-    def _tell(self) -> bool:
+    def _send_reports(self) -> bool:
         """Send the reports of the rank's transfers to the engine process. Return False if there were none.
 
         Raises GivenUp when the transfer thread has failed. A new process can transfer again.
         """
-        some = False
+        any_reports = False
         for cache, transfers in self._transfers.items():
             transfer, reports, _ = moves(self._runner, cache)
             if transfer is None or reports is None:
                 continue
             if transfer.failure is not None:
                 raise GivenUp("this rank's KV transfer thread has failed")
-            told = reports.take()
-            some |= bool(told)
-            for frame in transfers.said(told):
+            taken = reports.take()
+            any_reports |= bool(taken)
+            for frame in transfers.frames_of(taken):
                 self._send(frame)
-        for copied in self._tier.said(tier_of(self._runner)):
-            some = True
+        for copied in self._tier.frames_of(tier_of(self._runner)):
+            any_reports = True
             self._send(copied)
         if self._weights is not None and (report := self._weights.report()) is not None:
-            some = True
+            any_reports = True
             self._send(report)
-        return some
+        return any_reports
 
-    def _fill(self, frame: WeightsToRank) -> None:
-        """Begin to read new weights, use or forget them, or give memory back.
+    def _take_weights(self, frame: WeightsToRank) -> None:
+        """Execute one frame about the weights: begin to read new weights, use the read weights, drop the read
+        weights, or free memory.
 
-        Raises EngineDead for weights that were not read."""
+        Raises EngineDead if the weights to use were not read, or if the runner takes no new weights."""
         weights = self._weights
         if weights is None:
             raise EngineDead("this rank takes no new weights")
@@ -258,15 +259,12 @@ class Worker:
         else:
             weights.drop()
 
-    def _fits(self, frame: f.Pools) -> None:
-        """Check the pools of the rank against the engine's sizes. Surplus blocks stay unused.
-
-        Raises GivenUp otherwise.
-        """
-        has = blocks_of(self._runner.kv)
-        if len(frame.blocks) != len(has) or any(a > b for a, b in zip(frame.blocks, has, strict=True)):
+    def _check_pools(self, frame: f.Pools) -> None:
+        """Check the pools against the sizes of the engine. Raises GivenUp if a pool is smaller or missing."""
+        local = blocks_of(self._runner.kv)
+        if len(frame.blocks) != len(local) or any(a > b for a, b in zip(frame.blocks, local, strict=True)):
             raise GivenUp(
-                f"the engine's KV cache has {list(frame.blocks)} blocks, this rank's has {list(has)}"
+                f"the engine's KV cache has {list(frame.blocks)} blocks, this rank's has {list(local)}"
             )
 
     def _form(self, frame: f.Form) -> None:
@@ -277,9 +275,9 @@ class Worker:
         self._leave()
         if frame.epoch <= self.epoch:
             raise EngineDead(f"epoch {frame.epoch} cannot follow epoch {self.epoch}")
-        here = 0 if self._weights is None else self._weights.version
-        if frame.weights != here:
-            raise GivenUp(f"the group has version {frame.weights} of the weights, this rank version {here}")
+        version = 0 if self._weights is None else self._weights.version
+        if frame.weights != version:
+            raise GivenUp(f"the group has version {frame.weights} of the weights, this rank {version}")
         self.epoch = frame.epoch
         self._next = None
         self._served = True
@@ -340,6 +338,7 @@ class Worker:
         self._runner.sample(handle, frame.masks)
 
     def _answer(self) -> None:
+        """Block until the oldest step in flight has ended, and send its StepOutcome."""
         result = self._runner.read(self._in_flight.popleft())
         self.step = result.step
         self._send(

@@ -18,7 +18,7 @@ class WorkerTier:
         self._rank = rank
 
     def take(self, command: TierCommand, tier: TierThread | None) -> None:
-        """Give a command to the rank's thread. Raises EngineDead if the rank has no tier."""
+        """Queue a command for the tier thread of the rank. Raises EngineDead if the rank has no tier."""
         if tier is None:
             raise EngineDead("a copy of blocks was sent to a rank without a KV tier")
         tier.put(command)
@@ -31,9 +31,9 @@ class WorkerTier:
             tier.stop_all()
             tier.take()
 
-    def said(self, tier: TierThread | None) -> Iterator[BlocksCopied]:
-        """Yield the frames for the engine process. Changes of the store are known to the engine's own
-        rank."""
+    def frames_of(self, tier: TierThread | None) -> Iterator[BlocksCopied]:
+        """Yield the finished copies for the engine process. Other reports are dropped: the rank of the engine
+        process reports the changes of the store."""
         for report in () if tier is None else tier.take():
             if isinstance(report, BlocksCopied):
                 yield msgspec.structs.replace(report, rank=self._rank)

@@ -1,6 +1,6 @@
 """The transfers of a worker rank: executes the engine's commands and returns the reports of the transfers.
 
-Reports go only to the engine process that named the transfer.
+Reports go only to the engine process that started the transfer.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class WorkerTransfers:
 
     def __init__(self, rank: int, cache: f.Cache = "kv") -> None:
         self._rank, self._cache = rank, cache
-        self._named: set[TransferKey] = set()
+        self._started: set[TransferKey] = set()
         """Transfers started and not stopped by the current engine process."""
         self._stopping: set[TransferKey] = set()
         """Transfers stopped by the current engine process, without a report of the end."""
 
     def joined(self, transfer: TransferThread | None) -> None:
         """Forget and stop all transfers of the previous engine process."""
-        self._named.clear()
+        self._started.clear()
         self._stopping.clear()
         if transfer is not None:
             transfer.stop_all()
@@ -39,32 +39,31 @@ class WorkerTransfers:
         if transfer is None:
             raise EngineDead("a KV transfer was sent to a rank without KV transfers")
         if isinstance(frame, f.StopTransfer):
-            self._named.discard(frame.key)
+            self._started.discard(frame.key)
             self._stopping.add(frame.key)
             transfer.stop(frame.key)
             return
-        self._named.add(frame.offer.key)
+        self._started.add(frame.offer.key)
         if isinstance(frame, f.PushTransfer):
             transfer.begin(frame.offer, frame.bound, frame.blocks, frame.num_cached)
         else:
             transfer.expect(frame.offer, frame.bound)
 
-    def said(self, words: Iterable[RankReport | RankStopped]) -> Iterator[f.TransferToEngine]:
-        """Yield the frames for the engine process.
+    def frames_of(self, reports: Iterable[RankReport | RankStopped]) -> Iterator[f.TransferToEngine]:
+        """Yield the frames of ``reports`` for the engine process.
 
-        Reports about transfers of an earlier engine process are dropped. A reported end of a stop is
-        forgotten.
+        Reports about transfers of an earlier engine process are dropped. A completed stop is reported once.
         """
-        for word in words:
-            if isinstance(word, RankReport):
-                if word.key in self._named:
+        for report in reports:
+            if isinstance(report, RankReport):
+                if report.key in self._started:
                     yield f.TransferReport(
                         rank=self._rank,
-                        key=word.key,
-                        outcome=word.outcome,
-                        error=word.error,
+                        key=report.key,
+                        outcome=report.outcome,
+                        error=report.error,
                         cache=self._cache,
                     )
-            elif word.key in self._stopping:
-                self._stopping.discard(word.key)
-                yield f.TransferStopped(rank=self._rank, key=word.key, cache=self._cache)
+            elif report.key in self._stopping:
+                self._stopping.discard(report.key)
+                yield f.TransferStopped(rank=self._rank, key=report.key, cache=self._cache)

@@ -39,9 +39,11 @@ from weft.types.tiers import summed_tiers
 STEP_S = 0.1
 """Maximum seconds for ``step`` to wait for events."""
 ANSWER_S = 10.0
+"""Maximum seconds until all engine processes have reported their counters."""
 ADAPTERS_S = 120.0
 """Maximum seconds until all engine processes have loaded the adapters of --lora-modules."""
 CLOSE_S = 5.0
+"""Maximum seconds for the engine processes to end before they are killed."""
 
 
 def start_engine(config: EngineConfig) -> EngineCore | Replicas:
@@ -189,10 +191,10 @@ class Replicas:
         """
         return summed(self.thread.stats(ANSWER_S))
 
-    def flush(self, asked: FlushTier) -> None:
+    def flush(self, command: FlushTier) -> None:
         """Empty the prefix cache of every engine process, see ``EngineCore.flush``. ``stats`` counts the
         blocks."""
-        self.thread.flush(asked)
+        self.thread.flush(command)
 
     def stats_of(self) -> dict[str, tuple[m.Role, m.EngineStats]]:
         """Request the counters and gauges now. Return replica name -> (role, counters and gauges). Raises
@@ -242,25 +244,25 @@ def summed(stats: Sequence[m.EngineStats]) -> m.EngineStats:
     """Return the combined statistics of all engine processes: sums, element by element for tuples, and the
     highest fill level.
     """
-    made = {}
+    fields = {}
     for name in m.EngineStats.__struct_fields__:
         values = [getattr(one, name) for one in stats]
         if name == "kv_usage":
-            made[name] = max(values)
+            fields[name] = max(values)
         elif name in ("transfers", "embedding_transfers"):
-            made[name] = _summed_transfers([value for value in values if value is not None])
+            fields[name] = _summed_transfers([value for value in values if value is not None])
         elif name == "tier":
-            made[name] = summed_tiers([value for value in values if value is not None])
+            fields[name] = summed_tiers([value for value in values if value is not None])
         elif isinstance(values[0], Measures):
-            made[name] = sum(values[1:], values[0])
+            fields[name] = sum(values[1:], values[0])
         elif isinstance(values[0], tuple):
             longest = max(map(len, values))
             # Tuples of different length are padded with zeros at the end.
             padded = [(*value, *[0] * (longest - len(value))) for value in values]
-            made[name] = tuple(map(sum, zip(*padded, strict=True)))
+            fields[name] = tuple(map(sum, zip(*padded, strict=True)))
         else:
-            made[name] = sum(values)
-    return m.EngineStats(**made)
+            fields[name] = sum(values)
+    return m.EngineStats(**fields)
 
 
 def _summed_transfers(stats: Sequence[m.TransferStats]) -> m.TransferStats | None:

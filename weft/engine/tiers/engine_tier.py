@@ -52,7 +52,7 @@ class EngineTier:
     @property
     def copying(self) -> bool:
         """True while a rank copies blocks, or will copy blocks by a command under way."""
-        return self.loads.book.held > 0
+        return self.loads.book.num_copying > 0
 
     def take(self, scheduler: object) -> list[TokenEvent]:
         """Apply the reports of the ranks. Return no events: a load changes no sequence's tokens."""

@@ -74,7 +74,7 @@ class GroupTier:
         """Ranks with ended processes."""
         self._off = ""
         self._early = list[TierWord]()
-        """What has happened before the first ``take``."""
+        """Reports from before the first ``take``."""
 
     @property
     def sockets(self) -> Sequence[Any]:

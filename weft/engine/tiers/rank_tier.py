@@ -3,11 +3,11 @@
     step loop     put: queue a command behind the steps launched so far, and return
     this thread   loads first, reading one run of records ahead; then stores
                   each second: records of other processes, expiry, budget
-    reports       ``take``, behind a descriptor
+    reports       ``take``; a descriptor becomes readable with each report
 
-Bytes of a load are checked in memory of the thread before they enter the caches. A failed block fails alone.
-An unexpected error of the thread, or a disk that does not answer, never ends a step: the engine process gets
-no report, and stops to use the tier.
+The bytes of a load are checked before they are copied into the caches. A failed block does not affect other
+blocks. An unexpected error of the thread, or a disk that does not answer, never ends a step: the engine
+process gets no report and stops using the tier.
 """
 
 from __future__ import annotations
@@ -53,11 +53,14 @@ from weft.types.tiers import (
 log = get_logger(__name__)
 
 _TURN_S = 1.0
-"""Seconds between two looks at the folder."""
+"""Seconds between two scans of the folder."""
 _MOST_CHANGES, _SOON_S = 4096, 0.05
-"""New blocks of a level that one report has: 5 ms of the step loop; seconds until the next report."""
+"""Maximum new blocks of a level in one report (about 5 ms of the step loop); seconds until the next
+report."""
 _END_S = 5.0
+"""Maximum seconds to wait for the end of the thread, or for the end of all commands."""
 _PREPARED_AT_ONCE = 4
+"""Blocks of one step of the preparation."""
 _FAILED = {
     RecordCorrupt: BlockOutcome.CORRUPT,
     RecordGone: BlockOutcome.GONE,
@@ -90,11 +93,11 @@ class RankTier:
         host: HostLevel | None = None,
         blocks: Sequence[int] = (),
     ) -> None:
-        """``open_stores``: called on the thread, returns the stores, the quickest first. The call may take
+        """``open_stores``: called on the thread, returns the stores, the fastest first. The call may take
         long and may raise ConfigError. ``behind_steps``: see ``Runner.behind_steps``. ``leads``: True for the
         rank of the engine process, which reports changes of the levels. ``cancel``: called by ``close``, ends
-        a long ``open_stores`` early. ``host``: the level in host memory before the stores. ``blocks``: the
-        maximum number of blocks of each KV cache group with memory to prepare for loads."""
+        a long ``open_stores`` early. ``host``: the level in host memory, read before the stores. ``blocks``:
+        for each KV cache group, the maximum number of blocks whose memory is prepared for loads."""
         self._cancel = cancel
         self._copies, self._open, self._behind, self._leads = copies, open_stores, behind_steps, leads
         self._reports = ReportQueue[TierReport]()
@@ -103,12 +106,12 @@ class RankTier:
         """Command that stores blocks -> mark of the steps launched before."""
         self._commands: queue.SimpleQueue[TierCommand | threading.Event | None] = queue.SimpleQueue()
         self._loads = deque[CopyBlocks]()
-        self._others = deque[CopyBlocks | FlushStore]()
+        self._other_commands = deque[CopyBlocks | FlushStore]()
         """Stores, fences and flushes, in order."""
         self._stops = deque[threading.Event]()
         self._done = False
         self._opened = threading.Event()
-        self._told = StoreState()
+        self._reported_state = StoreState()
         self._buffer = RecordBuffer(copies.most_bytes)
         self._reads = ReadAhead(copies.most_bytes)
         for buffer in (self._buffer, *self._reads.buffers):
@@ -121,10 +124,10 @@ class RankTier:
         self._prepares = True
         self._prepared: Iterator[bool] = iter(())
         """Steps that prepare memory for loads, one for each turn without a command."""
-        self._looked = time.monotonic()
-        """Time of the last look at the folder."""
-        self._late: dict[int, dict[Entry, None]] = {1 << place: {} for place in range(len(LEVELS))}
-        """Level -> blocks that came to the level and are not reported yet."""
+        self._last_scan = time.monotonic()
+        """Time of the last scan of the folder."""
+        self._unreported: dict[int, dict[Entry, None]] = {1 << place: {} for place in range(len(LEVELS))}
+        """Level -> blocks that were added to the level and are not reported yet."""
         self._thread = threading.Thread(target=self._run, name="weft-tier", daemon=True)
         if start:
             self._thread.start()
@@ -156,8 +159,8 @@ class RankTier:
 
         self._behind(place)  # behind the commands that wait for steps
         ended = placed.wait(_END_S)
-        # Opening may take minutes. Until then nothing touches a block, and the first turn meets the event
-        # before any command.
+        # Opening may take minutes. Until then the thread touches no block, and the first turn handles the
+        # event before any command.
         if ended and self._opened.is_set():
             ended = stopped.wait(_END_S)
         if not ended and self._thread.is_alive():
@@ -171,7 +174,7 @@ class RankTier:
         if self._thread.is_alive():
             log.warning("the disk of the KV tier does not answer; blocks not yet written are lost")
         else:
-            self._reads.close()  # not earlier: a load under way still reads
+            self._reads.close()  # only after the end of the thread: a load may still read
         self._reports.close()
 
     def _place(self, command: TierCommand) -> None:
@@ -199,14 +202,14 @@ class RankTier:
             self._fail(error)
             return
         try:
-            self._tell(every=True)
+            self._report_state(every=True)
             if self._leads:
                 elsewhere = frozenset[bytes]().union(*(store.elsewhere() for store in self.stores))
                 self._reports.tell(StoredElsewhere(elsewhere))
             self._opened.set()
             self._prepared = self._prepare()
             while not self._done:
-                self.turn(_SOON_S if any(self._late.values()) else _TURN_S)
+                self.turn(_SOON_S if any(self._unreported.values()) else _TURN_S)
         except Exception as error:
             log.exception("the KV tier has failed, and is off")
             self._fail(error)
@@ -229,7 +232,7 @@ class RankTier:
             log.exception("the copies of the KV tier do not end")
             if self._loads:
                 self._loads.popleft()
-        for command in (*self._loads, *self._others):
+        for command in (*self._loads, *self._other_commands):
             self._refuse(command)
         for event in self._stops:
             event.set()
@@ -250,49 +253,50 @@ class RankTier:
             log.warning("records of the KV tier were not removed, because the tier is off")
 
     def turn(self, seconds: float) -> None:
-        """Carry out one command; without a command wait up to ``seconds``, then look at the folder."""
-        waits = not (self._loads or self._others)
+        """Carry out one command. Without a command, wait up to ``seconds``, then scan the folder."""
+        waits = not (self._loads or self._other_commands)
         prepares = waits and next(self._prepared, False)
-        # After a step of the preparation, the next step follows at once, behind commands.
+        # The preparation continues without a pause, but commands come first.
         waits = waits and not prepares
         try:
-            self._sort(self._commands.get(timeout=seconds) if waits else self._commands.get_nowait())
+            self._enqueue(self._commands.get(timeout=seconds) if waits else self._commands.get_nowait())
             while True:
-                self._sort(self._commands.get_nowait())
+                self._enqueue(self._commands.get_nowait())
         except queue.Empty:
             pass
-        idle = not (self._loads or self._others)
+        idle = not (self._loads or self._other_commands)
         # A command leaves the queue at the end of the command: after an error, ``_fail`` answers the command.
         if self._loads:
             self._load(self._loads[0])
             self._loads.popleft()
-        elif self._others:
-            self._other(self._others[0])
-            self._others.popleft()
+        elif self._other_commands:
+            self._store_or_flush(self._other_commands[0])
+            self._other_commands.popleft()
         if idle:
             for event in self._stops:
                 event.set()
             self._stops.clear()
             if self._done:
                 return
-        # Commands that never end must not hide the records of other processes. The preparation of a large
-        # pool has thousands of turns, which must not look at the folder each time.
-        if (idle and not prepares) or time.monotonic() - self._looked >= _TURN_S:
+        # Scan at the latest after _TURN_S, also while commands keep coming: other processes add records. The
+        # preparation of a large pool has thousands of turns, so not every such turn scans.
+        if (idle and not prepares) or time.monotonic() - self._last_scan >= _TURN_S:
             for store in self.stores:
                 store.scan()
                 store.maintain()
-            self._tell()
-            self._looked = time.monotonic()
+            self._report_state()
+            self._last_scan = time.monotonic()
 
     def _prepare(self) -> Iterator[bool]:
         """Prepare the memory of the blocks that the first loads will fill. Yield True after each step.
 
-        The first use of a page costs as much CPU time as ten copies where huge pages are rare: the system
-        zeroes the page, and may have to move others. A conversation after a restart would wait for this.
+        Where huge pages are rare, the first use of a page costs as much CPU time as ten copies: the system
+        zeroes the page, and may have to move other pages. Without the preparation, the first requests after a
+        restart would wait.
         """
         stored = sum(store.stats().records for store in self.stores)
         for kind, blocks in enumerate(self._blocks):
-            # A pool without history gives its first blocks first.
+            # A new pool hands out its blocks in order of their numbers.
             most = min(stored, blocks)
             for first in range(1, most + 1, _PREPARED_AT_ONCE):
                 if not self._prepares:
@@ -300,7 +304,7 @@ class RankTier:
                 self._copies.prepare(kind, first, min(first + _PREPARED_AT_ONCE - 1, most))
                 yield True
 
-    def _sort(self, command: TierCommand | threading.Event | None) -> None:
+    def _enqueue(self, command: TierCommand | threading.Event | None) -> None:
         if command is None:
             self._done = True
             self._drop()
@@ -310,66 +314,66 @@ class RankTier:
         elif isinstance(command, CopyBlocks) and command.load:
             self._loads.append(command)
         else:
-            self._others.append(command)
+            self._other_commands.append(command)
 
     def _drop(self) -> None:
         """Drop all commands."""
-        for command in self._others:
+        for command in self._other_commands:
             if isinstance(command, CopyBlocks):
                 self._marks.pop(command.job, None)
         self._loads.clear()
-        self._others.clear()
+        self._other_commands.clear()
 
-    def _other(self, command: CopyBlocks | FlushStore) -> None:
+    def _store_or_flush(self, command: CopyBlocks | FlushStore) -> None:
         if isinstance(command, FlushStore):
             fields = {"payer": command.payer, "salt": command.salt, "session": command.session}
             count = sum(store.flush(**fields) for store in self.stores)
             if self._host is not None:
                 count += self._host.flush(command.payer, command.salt, command.session)
             log.info("%d records of the KV tier were removed for an operator", count)
-            self._tell()
+            self._report_state()
         else:
             self._store(command)
 
     def _load(self, command: CopyBlocks) -> None:
-        """Fill the blocks of a command from the quickest level that has each block."""
+        """Fill each block of a command from the fastest level that has the block."""
         began, nbytes = time.monotonic(), 0
-        items, rest = list(command.items()), list[int]()
+        items, missing = list(command.items()), list[int]()
         outcomes = bytearray([BlockOutcome.GONE]) * len(items)
         for number, (kind, block, key) in enumerate(items):
-            near = None if self._host is None else self._host.get(kind, key)
-            if near is None:
-                rest.append(number)
+            host_copy = None if self._host is None else self._host.get(kind, key)
+            if host_copy is None:
+                missing.append(number)
             else:
-                nbytes += self._fill(self._copies.record(kind, key), block, near, outcomes, number)
-        self._copies.settle()  # blocks from a store may take the places of these blocks in host memory
+                nbytes += self._fill(self._copies.record(kind, key), block, host_copy, outcomes, number)
+        self._copies.settle()  # blocks from a store may overwrite these blocks in host memory
         for store in self.stores:
-            nbytes += self._load_from(store, items, rest, outcomes)
-            rest = [number for number in rest if outcomes[number] != BlockOutcome.DONE]
-        for number in rest:
+            nbytes += self._load_from(store, items, missing, outcomes)
+            missing = [number for number in missing if outcomes[number] != BlockOutcome.DONE]
+        for number in missing:
             if outcomes[number] == BlockOutcome.GONE:
                 nbytes += self._gather(items[number], outcomes, number)
             elif outcomes[number] == BlockOutcome.OFF and not self._all_off:
-                outcomes[number] = BlockOutcome.GONE  # ``OFF`` would end the levels that work
+                outcomes[number] = BlockOutcome.GONE  # ``OFF`` would also turn off the working levels
         self._answer(command, bytes(outcomes), nbytes, time.monotonic() - began)
         if self._host is not None:
-            self._tell()
+            self._report_state()
 
     def _load_from(
         self,
         store: RecordStore,
         items: Sequence[tuple[int, int, bytes]],
-        rest: Sequence[int],
+        missing: Sequence[int],
         outcomes: bytearray,
     ) -> int:
-        """Fill those blocks ``rest`` of ``items`` that ``store`` has. Set the outcomes and return the
-        bytes."""
-        records = {number: self._copies.record(items[number][0], items[number][2]) for number in rest}
-        there = [number for number, record in records.items() if store.has(record)]
+        """Fill the blocks ``missing`` (indices of ``items``) that ``store`` has. Set the outcomes and return
+        the bytes. ``items``: (KV cache group, block, key)."""
+        records = {number: self._copies.record(items[number][0], items[number][2]) for number in missing}
+        stored = [number for number, record in records.items() if store.has(record)]
         done = nbytes = 0
-        for payloads in self._reads.runs(store, [records[number] for number in there]) if there else ():
+        for payloads in self._reads.runs(store, [records[number] for number in stored]) if stored else ():
             for payload in payloads:
-                number = there[done]
+                number = stored[done]
                 kind, block, key = items[number]
                 nbytes += self._fill(records[number], block, payload, outcomes, number)
                 owner = None if self._host is None else store.owner(records[number])
@@ -396,9 +400,9 @@ class RankTier:
         return len(payload)
 
     def _gather(self, item: tuple[int, int, bytes], outcomes: bytearray, number: int) -> int:
-        """Fill a block without a record of this rank's bytes alone, from the records of a group of another
-        size. Set the outcome and return the bytes."""
-        # The other parts may be in open segments of other processes, which this process does not see.
+        """Fill a block from the records of a group with another number of ranks, because no record has the
+        bytes of this rank only. Set the outcome and return the bytes."""
+        # A part may still be missing: open segments of other processes are not visible to this process.
         kind, block, key = item
         nbytes, outcome = 0, BlockOutcome.OFF if self._all_off else BlockOutcome.GONE
         for store in self.stores:
@@ -435,14 +439,15 @@ class RankTier:
                 outcome = _REFUSED.get(result, BlockOutcome.SKIPPED)
             if outcome == BlockOutcome.OFF and not self._all_off:
                 outcome = BlockOutcome.NO_ROOM
-            # Each rank has host memory of its own, also for bytes that another rank writes to the stores.
+            # Each rank has its own host memory. So each rank puts the bytes into host memory, also bytes that
+            # another rank writes to the stores.
             if self._host is not None and self._host.put(kind, key, self._buffer.payload[:size], names):
                 stored |= HOST
             outcomes.append(BlockOutcome.DONE if stored else outcome)
             levels.append(stored)
             nbytes += size * bool(stored)
         self._answer(command, bytes(outcomes), nbytes, time.monotonic() - began, bytes(levels))
-        self._tell()
+        self._report_state()
 
     @property
     def _all_off(self) -> bool:
@@ -457,23 +462,23 @@ class RankTier:
             BlocksCopied(rank=-1, job=job, outcomes=outcomes, levels=levels, nbytes=nbytes, seconds=seconds)
         )
 
-    def _tell(self, *, every: bool = False) -> None:
+    def _report_state(self, *, every: bool = False) -> None:
         """Report changes of complete blocks, and the state of the levels if the state has changed.
 
-        The step loop applies the reports. So a store that appears with many blocks is reported in parts;
-        ``every``: at once, before the first step.
+        The step loop applies the reports. So the many blocks of a newly opened store are reported in parts.
+        ``every``: report all blocks at once; used before the first step.
         """
         most = sys.maxsize if every else _MOST_CHANGES
         levels = dict[str, LevelStats]()
         if self._host is not None:
-            self._changed(HOST, self._host.take_changes(), most)
+            self._report_changes(HOST, self._host.take_changes(), most)
             levels["host"] = self._host.stats()
         for store in self.stores:
             bit, changes = _bit(store), store.take_changes()  # a store collects changes until they are taken
             if store.off and bit not in self._off:
                 self._off.add(bit)
                 changes = BlockChanges([], [], whole=True)
-            self._changed(bit, changes, most)
+            self._report_changes(bit, changes, most)
             now = store.stats()
             levels[store.level] = LevelStats(
                 nbytes=now.nbytes,
@@ -484,22 +489,24 @@ class RankTier:
                 corrupt=now.corrupt,
             )
         state = StoreState(levels, self.stores[0].off if self._all_off else "")
-        if self._leads and state != self._told:
-            self._told = state
+        if self._leads and state != self._reported_state:
+            self._reported_state = state
             self._reports.tell(state)
 
-    def _changed(self, level: int, changes: BlockChanges, most: int) -> None:
+    def _report_changes(self, level: int, changes: BlockChanges, most: int) -> None:
+        """Report the changes of a level, with at most ``most`` added blocks. Further blocks stay in
+        ``_unreported``."""
         if not self._leads:
             return
-        late = self._late[level]
+        unreported = self._unreported[level]
         if changes.whole:
-            late.clear()
+            unreported.clear()
         for entry in changes.gone:
-            late.pop(entry, None)
-        late.update(dict.fromkeys(changes.added))
-        added = tuple(itertools.islice(late, most))
+            unreported.pop(entry, None)
+        unreported.update(dict.fromkeys(changes.added))
+        added = tuple(itertools.islice(unreported, most))
         for entry in added:
-            del late[entry]
+            del unreported[entry]
         if added or changes.gone or changes.whole:
             self._reports.tell(StoreChanged(added, tuple(changes.gone), level, changes.whole))
 

@@ -1,8 +1,8 @@
 """New weights of an engine: the messages of API servers, and the barrier between two steps.
 
 An ``AwaitedSource``: ``take`` waits for the steps in flight, then swaps the weights on all ranks. The events
-of the old weights leave before the answer. Running sequences go on with the KV that they have, or begin again
-(``--on-update``). Sequences that begin later, or again, share no prefix with the old version.
+of the old weights leave before the answer. Running sequences continue with their KV, or are recomputed
+(``--on-update``). Sequences admitted after the swap share no prefix with the old version.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BUSY_S = 10.0
 STAGE_S = 900.0
 """Maximum seconds until all ranks have read new weights."""
 POLL_S = 0.002
-"""Seconds between two looks of ``EngineWeights.update``."""
+"""Seconds between two polls of ``EngineWeights.update``."""
 
 
 class EngineWeights:
@@ -69,9 +69,10 @@ class EngineWeights:
         self._forget, self._stepping, self._held = forget, stepping, held
         self._scheduler = scheduler
         self._moves = config.transfer.role != "unified" or config.transfer.take_embeddings
-        """True if KV or embeddings of another engine are computed with the same weights."""
+        """True if the engine exchanges KV or embeddings with other engines, which need the same weights."""
         self._together = self._moves or config.parallel.enable_expert_parallel
-        """True if other engines compute the same sequences: weights change only while none is open."""
+        """True if other engines compute parts of the same sequences. Weights then change only while no
+        sequence is open."""
         self._on_update = config.scheduler.on_update
         self._staging = False
         self._due: UseWeights | FreeMemory | None = None
@@ -85,12 +86,12 @@ class EngineWeights:
         self._next: tuple[str, ...] = ()
         """Files of the update that is not in use yet, also the file that receivers write."""
         self._former: frozenset[str] = frozenset()
-        """Files of the weights of before a sleep of level 2, from those of the start on."""
+        """Files of the weights from before a sleep of level 2, in order from the start of the engine."""
         self._config = config
 
     @property
     def version(self) -> int:
-        """Version of the weights in use; 0 for those of the start."""
+        """Version of the weights in use; 0 for the weights of the start."""
         return 0 if self._group is None else self._group.version
 
     @property
@@ -109,7 +110,7 @@ class EngineWeights:
         elif isinstance(message, StageWeights):
             self._joined, self._next = False, message.update.files
             self._files.hold(self._next)
-            self._keep_files()  # files of an update that was given up are not used
+            self._keep_files()  # releases the files of a cancelled update
             group.stage(message.update)
             self._staging = True
         elif isinstance(message, UseWeights | FreeMemory):
@@ -123,13 +124,13 @@ class EngineWeights:
             group.drop()
             if self._joined:  # another receiver of the group has failed
                 self._receivers.close()
-            self._files.hold(self._next)  # a receiver may have written a file, and not reported the file
+            self._files.hold(self._next)  # a receiver may have written a file without a report so far
             self._next = ()
             self._keep_files()
 
     def leave(self) -> None:
-        """Forget what an API server that is gone has begun, except a version that is about to be used: other
-        API servers may know the version."""
+        """Cancel the change that a lost API server has begun. A version that is about to be used is not
+        cancelled, because other API servers may know the version."""
         if self._due is None:
             self.begin(DropWeights())
             self._receivers.close()  # the trainer must form a new group with another API server
@@ -147,7 +148,7 @@ class EngineWeights:
             if isinstance(message, JoinTrainer):
                 self._receivers.join(message)
             else:
-                token = token_of(message.file)  # files of an update that was given up are not used
+                token = token_of(message.file)  # files with another token are of a cancelled update
                 self._next = tuple(one for one in self._next if token_of(one) == token)
                 self._keep_files()
                 self._receivers.receive(message)
@@ -207,8 +208,8 @@ class EngineWeights:
             self.begin(DropWeights())  # after a failure, ranks would keep a second model
 
     def free(self, weights: bool, poll: Callable[[], object]) -> None:
-        """Give the memory of the KV cache, and with ``weights`` of the weights, back. Blocks. ``poll``: see
-        ``update``. Raises Unavailable while a sequence is open."""
+        """Release the memory of the KV cache, and with ``weights`` also of the weights, to the system.
+        Blocks. ``poll``: see ``update``. Raises Unavailable while a sequence is open."""
         self.begin(FreeMemory(weights=weights))
         self._answer(poll)
 
@@ -227,11 +228,12 @@ class EngineWeights:
 
     @property
     def sockets(self) -> Sequence[Any]:
-        """Return the descriptor that the own rank rings when the weights are staged."""
+        """Return the descriptor that becomes readable when the engine's rank has staged the weights."""
         return () if self._group is None else (self._group.descriptor,)
 
     def take(self, scheduler: object) -> list[TokenEvent]:
-        """Use new weights if asked: wait for the steps in flight, swap, and return the steps' events."""
+        """Carry out a pending ``UseWeights`` or ``FreeMemory``, once the steps in flight have committed.
+        Return the events of these steps."""
         due = self._due
         if due is None or self._group is None:
             return []
@@ -247,7 +249,7 @@ class EngineWeights:
                 return events  # sequences that a pause has ended may still hold transfers
             self._due = None
             if together:
-                # Not the client's fault: the API server tries again after the requests.
+                # A retryable error: the API server tries again after the requests have ended.
                 raise Unavailable(
                     "requests, or copies to a KV tier, still run on this engine: POST /pause before weights "
                     "change or memory sleeps; then try again"
@@ -297,14 +299,14 @@ class EngineWeights:
         self._keep_files()
 
     def _rename_prefixes(self) -> None:
-        """Let no later sequence find blocks or embeddings of the old weights."""
+        """Make blocks and embeddings of the old weights impossible to find for later sequences."""
         if isinstance(self._scheduler, Scheduler):
             self._scheduler.use_weights(prefix_name(self.version, self.name))
         elif isinstance(self._scheduler, EncodeScheduler):
             self._scheduler.cache.forget_all()
 
     def _free(self, due: FreeMemory, events: list[TokenEvent]) -> list[TokenEvent]:
-        """Give memory back on all ranks, and return ``events``. Raises GroupLost."""
+        """Release memory on all ranks, and return ``events``. Raises GroupLost."""
         assert self._group is not None
         self._forget()
         if due.weights:

@@ -1,8 +1,8 @@
 """New weights on all ranks of a group.
 
-Staging runs on all ranks beside steps, and is complete when all ranks have read the same files. A swap is
-carried out with no step in flight. From its first message on, the new version is the group's version: a rank
-that is lost meanwhile is started again with the new weights.
+Staging runs on all ranks in parallel to steps, and is complete when all ranks have read the same files. A
+swap is carried out with no step in flight. From the first message of a swap on, the new version is the
+version of the group: a rank that is lost during the swap is started again with the new weights.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class GroupWeights:
 
     @property
     def descriptor(self) -> Any:
-        """Readable when the own rank has staged."""
-        return self._own.bell.descriptor
+        """Readable when the engine's rank has staged."""
+        return self._own.wakeup.descriptor
 
     def stage(self, update: WeightsUpdate) -> None:
         """Begin to read ``update`` on all ranks. ``staged`` has the result."""
@@ -86,8 +86,8 @@ class GroupWeights:
         """
         if self._update is None:
             return None
-        if (own := self._own.report()) is not None:
-            self._reports[-1] = own
+        if (report := self._own.report()) is not None:
+            self._reports[-1] = report  # -1: the engine's rank
         if self._lost:
             raise self._failed(Unavailable("a rank was lost while new weights were read; try again"))
         if len(self._reports) <= len(self._others):
@@ -120,22 +120,22 @@ class GroupWeights:
         self._chosen(self.updates)
         self._reports = {}
         digest = self._own.swap(version).digest
-        self._tell(SwapWeights(version=version), "use the new weights")
+        self._command(SwapWeights(version=version), "use the new weights")
         for report in self._reports.values():
             if (report.version, report.digest) != (version, digest):
                 raise EngineDead(f"rank {report.rank} holds other weights than the engine")
         return digest
 
     def free(self, weights: bool) -> None:
-        """Give the memory of the KV cache, and with ``weights`` of the weights, back on all ranks.
+        """Release the memory of the KV cache, and with ``weights`` also of the weights, on all ranks.
 
         No sequence may be open. Blocks. Raises GroupLost if a rank is lost.
         """
         self._update, self._reports = None, {}
         self._own.free(weights)
-        self._tell(FreeMemory(weights=weights), "give memory back")
+        self._command(FreeMemory(weights=weights), "release memory")
 
-    def _tell(self, message: SwapWeights | FreeMemory, what: str) -> None:
+    def _command(self, message: SwapWeights | FreeMemory, what: str) -> None:
         """Send ``message`` to all other ranks, and block until all have reported. Raises GroupLost."""
         data = f.encode(message) if self._others else b""
         for rank in self._others:
@@ -157,7 +157,7 @@ class GroupWeights:
             self._send(rank, f.encode(DropWeights()))
 
     def report(self, report: WeightsReport) -> None:
-        """Take the report of another rank."""
+        """Store the report of another rank."""
         self._reports[report.rank] = report
 
     def ended(self, rank: int) -> None:
@@ -165,5 +165,6 @@ class GroupWeights:
         self._lost = True
 
     def _failed(self, error: WeftError) -> WeftError:
+        """Forget the staged weights and return ``error``."""
         self.drop()
         return error

@@ -1,6 +1,6 @@
 """New weights on one rank: a thread reads, checks and packs them, then the step thread copies them.
 
-    stage(update) ──thread──► report, bell        the model in use does not change
+    stage(update) ──thread──► report, wakeup        the model in use does not change
     swap(version)             copy into the memory in use; no step may run
     drop()                    forget staged weights
     free(weights)             give the pages of the caches, and of the weights, back; no sequence may be open
@@ -73,7 +73,7 @@ class RankWeights:
         """Name of the weights in use, see ``WeightsChanged.name``."""
         self.version = 0
         """Version in use."""
-        self.bell = WakeupDescriptor()
+        self.wakeup = WakeupDescriptor()
         """Signalled when staging has ended."""
         self._find, self._read = held, read
         self._held: Tensors = {}
@@ -90,7 +90,7 @@ class RankWeights:
         self._reported = False
         if update.version <= self.version or (update.partial and update.version != self.version + 1):
             staged.error = InvalidRequest(f"version {update.version} can't follow version {self.version}")
-            self.bell.ring()
+            self.wakeup.ring()
             return
         self._thread = threading.Thread(target=self._fill, args=(staged,), name="weft-weights", daemon=True)
         self._thread.start()
@@ -98,7 +98,7 @@ class RankWeights:
 
     def report(self) -> WeightsReport | None:
         """Return the result of ``stage``, once; None before the end. Does not block."""
-        self.bell.clear()
+        self.wakeup.clear()
         staged = self._staged
         if staged is None or self._reported or (self._thread is not None and self._thread.is_alive()):
             return None
@@ -179,7 +179,7 @@ class RankWeights:
     def close(self) -> None:
         """Close the descriptor."""
         self.drop()
-        self.bell.close()
+        self.wakeup.close()
 
     def _fill(self, staged: _Staged) -> None:
         """Read the update of ``staged``, in a thread. Returns early once ``staged`` is dropped."""
@@ -218,4 +218,4 @@ class RankWeights:
                 param="update_info",
             )
         finally:
-            self.bell.ring()
+            self.wakeup.ring()

@@ -3,8 +3,8 @@
     join ──► one process per rank ──all joined──► receive ──all have the file──► the file may be staged
                  └── a receiver fails, ends or is late: all receivers end, and the trainer must join again
 
-A group with a lost member can't broadcast, so no receiver outlives another. The weights in use never change
-here.
+A group with a lost member cannot broadcast, so all receivers end together. This module never changes the
+weights in use.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from weft.types.weights import JoinTrainer, ReceiveWeights
 log = get_logger(__name__)
 
 START_S = 30.0
-"""Seconds that the start of a process may take beside the time-out of the group."""
+"""Maximum seconds for the start of a process, in addition to the time-out of the group."""
 LATE_S = 5.0
 """Seconds beyond the time-out of a broadcast until a receiver is killed."""
 SETTLE_S = 1.0
-"""Seconds between the first failure of a receiver and the answer: the failures of the others tell more."""
+"""Seconds between the first failure of a receiver and the answer. A later failure may show the cause."""
 END_S = 5.0
 """Maximum seconds for a receiver to read a task, and to end after a kill."""
 Start: TypeAlias = Callable[[bytes, int], "subprocess.Popen[bytes]"]
@@ -68,7 +68,7 @@ class _Receiver:
 
     def read(self) -> bool:
         """Handle new reports, and return True if there are any."""
-        heard = False
+        has_reports = False
         while self.error is None:
             try:
                 data = self.link.recv(1 << 16)
@@ -79,14 +79,14 @@ class _Receiver:
             if not data:
                 self.error, self.died = self._ended(), True
                 return True
-            heard = True
+            has_reports = True
             *lines, self._data = (self._data + data).split(LINE)
             for line in lines:
                 progress = msgspec.json.decode(line, type=Progress)
                 self.error = self.error or progress.error
                 if progress.done:
                     self.done = progress
-        return heard
+        return has_reports
 
     def _ended(self) -> ErrorInfo:
         """Return the error of a process that ended without a report."""
@@ -121,19 +121,20 @@ class Receivers:
         self._settled: float | None = None
         """Time at which the failure of a receiver is answered."""
 
-    def join(self, told: JoinTrainer) -> None:
+    def join(self, message: JoinTrainer) -> None:
         """Begin to join the group of a trainer, in place of the last group. ``finished`` has the result.
 
         Raises OSError if a process cannot be started: no receiver runs then.
         """
         self.close()
-        self._task, self._seconds = told, told.group.seconds
+        self._task, self._seconds = message, message.group.seconds
         self._until = self._clock() + self._seconds + START_S
-        by_name = told.group.backend == "ipc"  # nobody counts the receivers: the one that writes is enough
+        # With "ipc" the trainer does not count the receivers: one receiver, which writes the file, is enough.
+        by_name = message.group.backend == "ipc"
         for number in range(1 if by_name else self._ranks):
             device = "cpu" if self._device == "cpu" else f"{self._device}:{number}"
             setup = ReceiverSetup(
-                group=told.group, rank=told.first_rank + number, writes=number == 0, device=device
+                group=message.group, rank=message.first_rank + number, writes=number == 0, device=device
             )
             try:
                 self._all.append(_Receiver(setup, self._start))
@@ -141,28 +142,28 @@ class Receivers:
                 self.close()
                 raise
 
-    def receive(self, told: ReceiveWeights) -> None:
+    def receive(self, message: ReceiveWeights) -> None:
         """Begin to receive tensors. ``finished`` has the result. Raises InvalidRequest without a group, and
-        for more bytes than shared memory, or the memory of the host, has."""
+        if the tensors do not fit into shared memory or into the memory of the host."""
         if not self._all or self._task is not None:
             raise InvalidRequest(f"the engine is in no group of a trainer: {_AGAIN}")
         try:
-            self._check_room(told)
+            self._check_room(message)
         except InvalidRequest:
             self.close()
             raise
-        self._task, self._until = told, self._clock() + self._seconds + LATE_S
+        self._task, self._until = message, self._clock() + self._seconds + LATE_S
         for one in self._all:
             with contextlib.suppress(OSError):  # the end of the process is reported by ``read``
-                one.begin(msgspec.json.encode(told) + LINE)
+                one.begin(msgspec.json.encode(message) + LINE)
 
-    def _check_room(self, told: ReceiveWeights) -> None:
+    def _check_room(self, message: ReceiveWeights) -> None:
         """Raise InvalidRequest unless the file, and a buffer of each receiver, fit into memory."""
-        tensors, room = told.tensors, os.statvfs(SHARED)
+        tensors, room = message.tensors, os.statvfs(SHARED)
         total, left = sum(sizes(tensors)), room.f_bavail * room.f_frsize
         if total > left:
             raise InvalidRequest(f"the tensors have {total} bytes, and {SHARED} has {left} left")
-        # The largest broadcast; beside a packed broadcast, also a copy of a tensor.
+        # A buffer has the largest broadcast. A packed broadcast needs a copy of a tensor in addition.
         largest = max(sum(count for _, count in pieces) for pieces in broadcasts(tensors))
         buffers = len(self._all) * largest * (1 + tensors.packed)
         memory = available_memory()
@@ -181,8 +182,8 @@ class Receivers:
         if task is None:
             return None
         now = self._clock()
-        heard = [one.read() for one in self._all]
-        if any(heard):
+        new_reports = [one.read() for one in self._all]
+        if any(new_reports):
             self._until = max(self._until, now + self._seconds + LATE_S)
         if error := self._failure(now):
             self.close()
@@ -196,7 +197,8 @@ class Receivers:
         return task.token if isinstance(task, JoinTrainer) else task.file
 
     def _failure(self, now: float) -> WeftError | None:
-        """Return the error of the task, once all receivers have ended or had time to."""
+        """Return the error of the task; None without a failure. After the first failure of a receiver, wait
+        up to ``SETTLE_S`` for the failures of the other receivers."""
         errors = [one.error for one in self._all if one.error is not None]
         if not errors:
             if now < self._until:
@@ -206,8 +208,8 @@ class Receivers:
         self._settled = self._settled or now + SETTLE_S
         if len(errors) < len(self._all) and now < self._settled:
             return None
-        # The end of one receiver ends the group. An error of the client, then the death of a receiver,
-        # explain more than a lost peer.
+        # The end of one receiver ends the group, so the other receivers report a lost peer. The cause is an
+        # error of the client, or else the receiver that died.
         died = [one.error for one in self._all if one.died and one.error is not None]
         first = next((one for one in errors if one.blame == "client"), (*died, *errors)[0])
         return ReportedError(msgspec.structs.replace(first, message=f"{first.message}: {_AGAIN}"))

@@ -1,4 +1,4 @@
-"""Metrics of batches, of the API server that runs them."""
+"""Metrics of batches. Only the API server that runs the batches has gauges."""
 
 from __future__ import annotations
 

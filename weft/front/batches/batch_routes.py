@@ -45,7 +45,8 @@ def add_batches(app: FastAPI, front: Front, service: BatchService | None) -> Non
         made = await batches.call(batches.store.create, owner, asked.endpoint, file.id, asked.metadata, most)
         if made is None:
             raise Overloaded(
-                f"this key has {most} batches that have not ended (--batch-max-open); wait for an end"
+                f"this key has {most} batches that have not ended, the maximum (--batch-max-open); wait "
+                "until a batch ends, or cancel a batch"
             )
         return _json(await _batch(batches, made, owner))
 

@@ -1,4 +1,4 @@
-"""Requests of this process to its own routes: a line of a batch takes the way of an HTTP request."""
+"""Requests of this process to its own routes: a line of a batch is handled like an HTTP request."""
 
 from __future__ import annotations
 

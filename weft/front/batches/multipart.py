@@ -9,7 +9,7 @@ from python_multipart import exceptions, multipart
 
 from weft.common.errors import InvalidRequest, UnsupportedMedia
 
-# The library warns of each wrong body. The client gets the same words as an error.
+# The library logs a warning for each wrong body. The client gets the same text as an error.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 MOST_HEADER = 8 << 10

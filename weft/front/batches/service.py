@@ -36,7 +36,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 POLL_S = 1.0
-"""Seconds between two looks at the store for new, cancelled and ended batches."""
+"""Seconds between two reads of the store for new, cancelled and ended batches."""
 RENEW_S = 3.0
 """Seconds between two renewals of the lease."""
 PURGE_S = 600.0
@@ -55,10 +55,10 @@ MOST_STARTS = 64
 
 
 class BatchService:
-    """Files and batches of one API server. Used from its event loop."""
+    """Files and batches of one API server. Used from the server's event loop."""
 
     def __init__(self, front: Front, folder: str) -> None:
-        """Open the folder. Raises ConfigError for an unusable one."""
+        """Open ``folder``. Raises ConfigError for an unusable folder."""
         section = front.section
         self._front = front
         self._base = BatchDatabase(expanded(folder))
@@ -123,7 +123,8 @@ class BatchService:
         return self._front.lifecycle.phase is Phase.READY
 
     async def _live(self) -> None:
-        """Hold the lease whenever it is free, and run all batches meanwhile. Ends with the server."""
+        """Take the lease when the lease is free, and run all batches while holding the lease. Ends with the
+        server."""
         pause = POLL_S
         try:
             while self._front.lifecycle.phase in (Phase.STARTING, Phase.READY):
@@ -139,8 +140,8 @@ class BatchService:
             await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        """End the store's thread, the lease and the database. Not in the store's thread, and not on the event
-        loop, which a long call of the store would stop."""
+        """End the store's thread, the lease and the database. Call neither from the store's thread nor from
+        the event loop: a long call of the store would block the loop."""
         with contextlib.suppress(Exception):
             self._thread.shutdown(wait=True)
             self._base.release_lease(self.store.holder)
@@ -170,7 +171,7 @@ class BatchService:
             log.info("another API server runs the batches now")
             return True
         except Exception:
-            log.exception("batches stop for a moment")
+            log.exception("batches stop after an error of the disk; another attempt follows")
             return False
         finally:
             for task in tasks:
@@ -183,14 +184,14 @@ class BatchService:
             self._want(())
 
     async def _renew(self) -> None:
-        """Renew the lease all the time. Raises LeaseLost."""
+        """Renew the lease until a cancellation. Raises LeaseLost."""
         while True:
             await asyncio.sleep(RENEW_S)
             if not await self._take():
                 raise LeaseLost
 
     async def _poll(self, runner: BatchRunner) -> None:
-        """Give new and cancelled batches to the runner, and delete what has expired."""
+        """Give new and cancelled batches to the runner, and delete expired files and batches."""
         purged = 0.0
         while True:
             now = time.monotonic()

@@ -337,7 +337,7 @@ def _authorization(headers: Headers, *, admin: bool) -> bytes | None:
     """
     given = headers.get(b"authorization")
     scheme, _, encoded = (given or b"").partition(b" ")
-    # A browser adds the keys of a URL to requests of every page, and sends Origin with those that act.
+    # A browser adds the keys of a URL to requests of every page. Requests that change state have an Origin.
     if scheme.lower() != b"basic" or b"origin" in headers:
         return given
     try:

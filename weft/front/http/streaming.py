@@ -62,7 +62,7 @@ HOLE = secrets.token_hex(16)
 
 
 class TextEvents:
-    """Makes the events that differ from each other in one text."""
+    """Makes many events that differ in one text only. All other bytes are encoded once."""
 
     def __init__(self, event: bytes) -> None:
         """``event``: an event with the text ``HOLE``, once."""

@@ -82,7 +82,7 @@ class ContentBlocks:
 
 
 def _digest(reasoning: str) -> str:
-    """Return a signature for clients that want one. The server never checks the signature."""
+    """Return a signature for clients that expect a signature. The server never checks the signature."""
     return hashlib.sha256(reasoning.encode("utf-8", "replace")).hexdigest()
 
 

@@ -22,7 +22,7 @@ from weft.types.messages import EngineStats
 SECONDS = 600
 """Samples in a ring. A sample has at most 2,400 bytes, so a ring has at most 1.5 MB."""
 WINDOW = 60
-"""Seconds before a point that its latencies are taken from."""
+"""Length of the time window of a point's latencies, in seconds. The window ends at the point."""
 LATENCIES = 2
 """Histograms of a sample: time to first token and time between tokens."""
 _NO_STATS = EngineStats()

@@ -25,8 +25,8 @@ _WEIGHTS = ("*.safetensors", "*.gguf", "*.bin")
 def files_of(path: str) -> tuple[int, float, str]:
     """Return (bytes of the weights on disk, time of the last change, digest as 64 hex digits).
 
-    The digest covers the configuration, and names and sizes of the weights. Files that change or go while
-    the server runs show at the next call.
+    The digest covers the configuration, and names and sizes of the weights. Each call reads the folder again,
+    so a changed or deleted file changes the result.
     """
     folder = Path(path)
     digest = hashlib.blake2b(digest_size=32)
@@ -35,7 +35,7 @@ def files_of(path: str) -> tuple[int, float, str]:
         try:
             facts = file.stat()
             content = file.read_bytes() if file.suffix == ".json" else b""
-        except OSError:  # the file went between the listing and here
+        except OSError:  # the file was deleted after the listing
             continue
         changed = max(changed, facts.st_mtime)
         digest.update(f"{file.name}\0{facts.st_size}\0".encode() + content)
@@ -89,7 +89,7 @@ def models_of(front: Front, client: int) -> list[ListedModel]:
         model = front.several.loaded_as(status.name)
         adapters = () if model is None else model.adapters.names
         config = front.several.plan_of(status.name, client).config
-        # The state, and not the connection: all API servers of a server tell the same.
+        # The state, not the connection of this API server: all API servers must give the same answer.
         held = status.state in ("loaded", "draining")
         found.append(ListedModel(config, [status.name, *adapters], held, status.expires_in))
     return found

@@ -67,7 +67,7 @@ def asks_no_transfer(value: Any) -> bool:
 
 
 def asks_no_stream_options(value: Any) -> bool:
-    """Return True for stream options that are all off. Some clients send them without a stream, too."""
+    """Return True for stream options that are all off. Some clients send such options without a stream."""
     names = ("include_usage", "include_obfuscation", "continuous_usage_stats")
     return isinstance(value, dict) and all(
         one is None or (one is False and name in names) for name, one in value.items()

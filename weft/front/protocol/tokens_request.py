@@ -80,7 +80,10 @@ class TokenSampling(Generate, frozen=True, kw_only=True):
         super().check()
         for name in _OUTSIDE:
             if getattr(self, name) is not None:
-                raise InvalidRequest(f"{name} has no place in sampling_params", param=name)
+                raise InvalidRequest(
+                    f"{name} is not supported in sampling_params; send {name} as a field of the request",
+                    param=name,
+                )
         if self.detokenize is False and self.stop:
             raise InvalidRequest("stop needs detokenize to be true", param="stop")
         if self.thinking_token_budget is not None:

@@ -134,7 +134,7 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def told(self) -> tuple[Tool, ...]:
+    def shown(self) -> tuple[Tool, ...]:
         """Tools shown by the chat template."""
         return () if self.mode == "none" else self.tools
 
@@ -142,8 +142,8 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
     def callable(self) -> tuple[Tool, ...]:
         """Tools that the model may call."""
         if self.names is None:
-            return self.told
-        return tuple(tool for tool in self.told if tool.name in self.names)
+            return self.shown
+        return tuple(tool for tool in self.shown if tool.name in self.names)
 
 
 def _check_tool(tool: Tool, number: int) -> None:

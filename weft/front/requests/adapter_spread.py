@@ -1,10 +1,10 @@
-"""The way of LoRA adapters from one API server to all engine processes.
+"""Distribution of LoRA adapters from one API server to all engine processes.
 
-    wanted contents ──look──► LoadAdapter, one at a time per process ──► Instance.adapters has the answer
-                        └───► DropAdapter for each content that is not wanted any more
+    wanted contents ──send_missing──► LoadAdapter, one at a time per process ──► Instance.adapters: the answer
+                             └──────► DropAdapter for each content that is no longer wanted
 
-``look`` compares and sends, so calls may be repeated at any time. A process that joins or starts again has a
-new link, and gets everything.
+``send_missing`` compares and sends, so calls may be repeated at any time. A process that joins or starts
+again has a new link, and gets everything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.types.adapters import DropAdapter, LoadAdapter
 log = get_logger(__name__)
 
 POLL_S = 0.05
-"""Seconds between two looks at the engine processes."""
+"""Seconds between two comparisons with the engine processes."""
 LOAD_S = 120.0
 """Maximum seconds until every engine process has answered."""
 
@@ -36,7 +36,7 @@ class _Process:
     sent: dict[str, LoadAdapter] = field(default_factory=dict)
     """Digest -> message as sent last."""
     complete: Mapping[str, LoadAdapter] | None = None
-    """The wanted contents that were all sent: nothing to compare until others are wanted."""
+    """The ``wanted`` object of the last call, if everything in the object was sent. Skips the comparison."""
     logged: set[str] = field(default_factory=set)
     """Digests of refused contents in the log."""
 
@@ -58,7 +58,7 @@ class Spread:
     def __init__(self, links: Links) -> None:
         self._links = links
         self._processes: dict[tuple[str, int], _Process] = {}
-        """By instance and number of its link."""
+        """(instance, number of the link) -> process."""
 
     def takers(self) -> list[Instance]:
         """Return the live engine processes that take adapters."""
@@ -72,7 +72,7 @@ class Spread:
         """Return the number of live engine processes that have not loaded the adapter."""
         return sum(not one.has_adapter(digest) for one in self.takers())
 
-    def look(self, wanted: Mapping[str, LoadAdapter]) -> None:
+    def send_missing(self, wanted: Mapping[str, LoadAdapter]) -> None:
         """Send what each process lacks. ``wanted``: by digest; pass the same object while nothing changes."""
         known = self._processes
         self._processes = {}
@@ -110,14 +110,14 @@ class Spread:
                 continue
             process.logged.add(digest)
             log.warning(
-                "group %s has not loaded the LoRA adapter %r and gets no requests for the adapter: %s. Mend "
-                "the folder %s on the hosts of the group, then load the adapter again, or start the group "
-                "again",
+                "group %s has not loaded the LoRA adapter %r and gets no requests for the adapter: %s. "
+                "Correct the folder %s on the hosts of the group, then load the adapter again, or start the "
+                "group again",
                 *(instance.name, process.sent[digest].name, error.message, process.sent[digest].folder),
             )
 
     def retry(self, digest: str) -> None:
-        """Send an adapter again to each process. A process that has the adapter takes requests meanwhile."""
+        """Send an adapter again to each process. A process that has the adapter still takes requests."""
         for instance in self.takers():
             if instance.adapters.get(digest) is not None:
                 del instance.adapters[digest]
@@ -136,7 +136,7 @@ class Spread:
     async def answered(self, digest: str) -> WeftError | None:
         """Wait until every live process has answered for an adapter. Return the first error, or None.
 
-        Another task must call ``look``.
+        Another task must call ``send_missing``.
         """
         try:
             async with asyncio.timeout(LOAD_S):

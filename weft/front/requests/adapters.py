@@ -1,12 +1,13 @@
-"""LoRA adapters of one API server by name, and their way to all engine processes.
+"""LoRA adapters of one API server by name, and the messages that load the adapters on all engine processes.
 
     --lora-modules, POST /v1/load_lora_adapter ──► name -> content (digest)
                                                      │ LoadAdapter to every engine process, also to each that
                                                      ▼ joins or starts again later
     Instance.adapters: what each process has loaded; requests go only to processes that have the adapter
 
-A name is only a name: requests carry the digest of the content. A new content under an old name is another
-adapter, and running requests end with the old one. With several API servers, each tells the others.
+Requests carry the digest of an adapter's content, not the name. New content under an old name is another
+adapter: running requests end with the old adapter. With several API servers, each API server sends its
+changes to the others.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 LIST_S = 1.0
-"""Seconds between two looks at --lora-dir."""
+"""Seconds between two listings of --lora-dir."""
 REFUSED_S = 10.0
 """Seconds until a refused subfolder of --lora-dir is read again."""
 MOST_NAME = 128
@@ -110,7 +111,8 @@ class Adapters:
         self._spread = Spread(links)
         self._by_name: dict[str, Adapter] = {}
         self._loading: Adapter | None = None
-        """The adapter that a request loads now. Requests find the adapter when all processes have it."""
+        """The adapter that a request loads now. Requests find the adapter after all processes have loaded
+        the adapter."""
         self._wanted: dict[str, LoadAdapter] | None = None
         """The contents for all engine processes; None after a change."""
         self._used: dict[str, float] = {}
@@ -122,7 +124,7 @@ class Adapters:
         self._subfolders: tuple[str, ...] = ()
         """Names of the adapters in --lora-dir, as listed last."""
         self._last_names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-        """Names of adapters, and the value of ``names`` for these."""
+        """Cache of ``names``: (names of the adapters, value of ``names``)."""
         self._siblings: Siblings | None = None
         self._changing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -130,8 +132,8 @@ class Adapters:
     async def start(
         self, metrics: Metrics, running: Mapping[str, OpenRequest], siblings: Siblings | None = None
     ) -> None:
-        """Read the adapters of ``--lora-modules``, ask the other API servers for theirs, and wait until the
-        engine processes have answered. Raises ConfigError if a folder is no adapter.
+        """Read the adapters of ``--lora-modules``, get the adapters of the other API servers, and wait until
+        the engine processes have answered. Raises ConfigError if a folder is no adapter.
 
         ``running``: the open requests, counted by adapter in ``metrics``.
         """
@@ -163,7 +165,7 @@ class Adapters:
                 log.warning("LoRA adapter %r: %s", one.name, error.message)
 
     def close(self) -> None:
-        """End the background task, and answer no other API server any more. Idempotent."""
+        """End the background task, and stop answering other API servers. Idempotent."""
         if self._task is not None:
             self._task.cancel()
         if self._siblings is not None:
@@ -180,7 +182,7 @@ class Adapters:
         """Names for the field ``model``: each adapter's name, alone and behind the name of the model."""
         alone = tuple(dict.fromkeys((*self._by_name, *self._subfolders)))
         before, names = self._last_names
-        if alone != before:  # every request asks
+        if alone != before:  # cached, because every request reads the names
             names = (*alone, *(f"{model}:{name}" for model in self._models for name in alone))
             self._last_names = (alone, names)
         return names
@@ -233,10 +235,10 @@ class Adapters:
         return await read()
 
     async def load(self, name: str, folder: str, *, inplace: bool = False, pinned: bool = False) -> Adapter:
-        """Load an adapter on every engine process, under ``name``, and return it.
+        """Load an adapter on every engine process, under ``name``, and return the adapter.
 
-        ``inplace``: replace another adapter of the name. If one engine process refuses the adapter, none
-        keeps it, and the name stays as before. Raises WeftError that says what to change.
+        ``inplace``: replace another adapter of the name. If one engine process refuses the adapter, all
+        processes drop the adapter, and the name stays as before. Raises WeftError with the reason.
         """
         async with self._changing:
             before = self._by_name.get(name)
@@ -244,8 +246,9 @@ class Adapters:
             return await self._bring(name, folder, before, pinned=pinned)
 
     async def _bring_listed(self, name: str) -> None:
-        """Load a subfolder of --lora-dir, and drop the longest unused ones beyond --max-cpu-loras. Raises
-        WeftError, for ``REFUSED_S`` without another look at the folder."""
+        """Load a subfolder of --lora-dir. Beyond --max-cpu-loras, drop the adapters that were unused for the
+        longest time. Raises WeftError. For ``REFUSED_S`` seconds after an error, raises the same error
+        without reading the folder."""
         when, error = self._refused.get(name, (-math.inf, None))
         if error is not None and time.monotonic() < when + REFUSED_S:
             raise error.with_traceback(None)
@@ -272,14 +275,14 @@ class Adapters:
         self._loading = made
         try:
             self._spread.retry(made.digest)
-            self._look(changed=True)
+            self._send_missing(changed=True)
             if (error := await self._spread.answered(made.digest)) is not None:
                 raise error
             self._by_name[name] = made
         finally:
             # Also after the end of the request: the content is dropped unless a name has the content.
             self._loading = None
-            self._look(changed=True)
+            self._send_missing(changed=True)
         await self._tell(Change(name=name, adapter=made))
         log.info("LoRA adapter %r loaded by a request: rank %d", name, made.rank)
         return made
@@ -346,7 +349,7 @@ class Adapters:
         """Free a name here and in the other API servers. A content without a name is dropped."""
         self._by_name.pop(name, None)
         self._used.pop(name, None)
-        self._look(changed=True)
+        self._send_missing(changed=True)
         await self._tell(Change(name=name))
 
     # -- engine processes ---------------------------------------------------------------------------
@@ -355,15 +358,15 @@ class Adapters:
         """Return the number of live engine processes that have not loaded ``adapter``."""
         return self._spread.missing(adapter.digest)
 
-    def _look(self, *, changed: bool = False) -> None:
+    def _send_missing(self, *, changed: bool = False) -> None:
         """Send each adapter to each process that lacks the adapter. ``changed``: after a change of names."""
         if self._wanted is None or changed:
             loading = [] if self._loading is None else [self._loading]
             self._wanted = wanted_of(one.message for one in (*loading, *self._by_name.values()))
-        self._spread.look(self._wanted)
+        self._spread.send_missing(self._wanted)
 
     async def _keep(self) -> None:
-        """Send the adapters to every process that lacks them, and list --lora-dir, until cancelled."""
+        """Send the adapters to every process that lacks one, and list --lora-dir, until cancelled."""
         listed = time.monotonic()
         while True:
             await asyncio.sleep(POLL_S)
@@ -371,9 +374,9 @@ class Adapters:
                 if time.monotonic() - listed > LIST_S:
                     listed = time.monotonic()
                     self._subfolders = await asyncio.to_thread(self._list)
-                self._look()
+                self._send_missing()
             except Exception:
-                log.exception("LoRA adapters could not be sent to the engines; the next look follows")
+                log.exception("LoRA adapters could not be sent to the engines; the next attempt follows")
 
     def _list(self) -> tuple[str, ...]:
         """Return the sorted names of the subfolders of --lora-dir with an adapter."""
@@ -397,7 +400,7 @@ class Adapters:
         self._by_name.pop(change.name, None)
         if change.adapter is not None:
             self._by_name[change.name] = change.adapter
-        self._look(changed=True)
+        self._send_missing(changed=True)
         if change.adapter is not None:
             self._used[change.name] = time.monotonic()
             self._spread.trust(change.adapter.digest)

@@ -31,7 +31,7 @@ from weft.front.requests.models.models_alone import ModelsAlone
 from weft.front.requests.models.several_models import ModelSet, SeveralModels
 from weft.front.requests.models.shared_models import SharedModels
 from weft.front.requests.pausing import Pausing
-from weft.front.requests.proofs import Told, Unproved, digest_of
+from weft.front.requests.proofs import KnownVerdicts, Unproved, digest_of
 from weft.front.requests.read_worker import Known, ReadAnswer, decode_answer, payload_of, read_with
 from weft.front.requests.reading import Job, takes_too_long
 from weft.front.requests.served_model import ServedModel
@@ -64,7 +64,8 @@ MAX_READS = 16
 
 
 def _rate_limits(section: FrontSection) -> RateLimits | None:
-    """Return the share of one API server in the rate limits, rounded up; None without limits."""
+    """Return the rate limits of one API server: the limits divided by ``fronts``, rounded up. None without
+    limits."""
     limits = (section.rate_limit_requests, section.rate_limit_tokens)
     return RateLimits(*(-(-limit // section.fronts) for limit in limits)) if any(limits) else None
 
@@ -329,8 +330,8 @@ class Front:
             """Read the body in this thread, or decode the worker's answer ``data``. Return the missing
             input, or the result of ``use``. Raises WeftError."""
             if data is None:
-                told = Told(verdicts, grammars)
-                knowing = reader.knowing(headers, client, told, self.adapters.names)
+                known_verdicts = KnownVerdicts(verdicts, grammars)
+                knowing = reader.knowing(headers, client, known_verdicts, self.adapters.names)
                 answer = read_with(knowing, body_type, b"".join(body))
             else:
                 answer = _decoded(data)

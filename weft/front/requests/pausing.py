@@ -5,12 +5,12 @@
                  state▼  │state, number of running sequences
                  other API servers
 
-A sleep is a pause that also has parts of the memory that are asleep. ``wake`` takes parts back. After the
-last part the server is as before the sleep.
+A sleep is a pause with parts of the memory freed (asleep). ``wake`` fills parts again. After the last part
+the server is as before the sleep.
 
-Each change has a stamp: a number above all known numbers, then the name of the API server. The highest stamp
-counts everywhere, so all API servers agree after changes at the same time. An API server asks the others at
-its start.
+Each change has a stamp: (a number above all known numbers, the name of the API server). The highest stamp
+wins everywhere, so all API servers agree after concurrent changes. An API server gets the state of the others
+at its start.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ log = get_logger(__name__)
 PauseMode = Literal["abort", "wait", "keep"]
 MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
 POLL_S = 0.02
-"""Seconds between two looks at running sequences."""
+"""Seconds between two counts of running sequences."""
 MEET_S = 0.05
-"""Seconds between two looks at the states that engine processes know."""
+"""Seconds between two reads of the states that engine processes know."""
 ANSWER_S = 5.0
 """Maximum seconds for the answers of the engine processes."""
 
@@ -63,7 +63,7 @@ class PauseState(NamedTuple):
         if not self.level:
             return PauseState(self.number + 1, name, mode)
         if not mode:
-            raise InvalidRequest("the server is asleep: POST /wake_up")
+            raise InvalidRequest("the server is asleep: send POST /wake_up instead of /resume")
         return self._replace(number=self.number + 1, name=name, mode=mode, before=_later(mode))
 
     def sleep(self, name: str, mode: str, level: int) -> PauseState:
@@ -144,7 +144,7 @@ class Pausing:
             model.links.share_pause("")
 
     def close(self) -> None:
-        """Take no states of other API servers any more. Idempotent."""
+        """Stop taking states of other API servers. Idempotent."""
         if self._meets is not None:
             self._meets.cancel()
 
@@ -154,7 +154,8 @@ class Pausing:
             self.take()
 
     def take(self) -> None:
-        """Take the states that the engine processes know, see ``meet``, and acknowledge the newest."""
+        """Read the states that the engine processes know, see ``meet``. Apply and acknowledge the newest
+        state."""
         if self._meets is None:
             return
         for instance in [one for model in self.models for one in model.links.instances]:
@@ -235,8 +236,9 @@ class Pausing:
         return running
 
     async def _tell_engines(self, model: ServedModel) -> int:
-        """Ask the engine processes for newer states. Return the number of other API servers that have not
-        acknowledged the state, of their sequences, and of silent engine processes (at most 1 is counted)."""
+        """Ask the engine processes for newer states. Return a sum that is 0 when the pause is complete: the
+        other API servers that have not acknowledged the state, their sequences, and 1 if an engine process
+        did not answer."""
         try:
             await model.links.stats(ANSWER_S)
         except EngineDead:  # within a long step; the caller asks again

@@ -27,7 +27,7 @@ class Proof(Protocol):
 
 
 class Grammars(Protocol):
-    """Compiles grammars: implemented by ``setup.GrammarCheck`` and ``Told``."""
+    """Compiles grammars: implemented by ``setup.GrammarCheck`` and ``KnownVerdicts``."""
 
     def submit(self, grammar: Grammar, client: int) -> Proof:
         """Start a compile for ``client``; never blocks."""
@@ -49,7 +49,7 @@ class NeedsProof(Exception):
         self.unproved = Unproved(grammar, param)
 
 
-class Told:
+class KnownVerdicts:
     """``Grammars`` of one request, from the API server's verdicts."""
 
     def __init__(self, verdicts: Mapping[str, ErrorInfo | None], compiler: Grammars | None = None) -> None:

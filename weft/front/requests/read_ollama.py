@@ -55,7 +55,7 @@ def read_ollama_embedding(reader: Reader, body: bytes) -> Job:
 
 def _generates(reader: Reader, asked: OllamaChat | OllamaGenerate) -> Job:
     if asked.empty:
-        raise InvalidRequest("a request without a prompt generates nothing", param="model")
+        raise InvalidRequest("a request without a prompt generates nothing; send a prompt", param="model")
     asked = _served(reader, asked)
     raw = isinstance(asked, OllamaGenerate) and asked.raw
     try:

@@ -17,7 +17,7 @@ from weft.common.log import get_logger
 from weft.common.workers import Answer, serve
 from weft.front.protocol.messages.read_messages import read_count, read_messages
 from weft.front.protocol.responses.read import read_response, read_tokens
-from weft.front.requests.proofs import NeedsProof, Told, Unproved
+from weft.front.requests.proofs import KnownVerdicts, NeedsProof, Unproved
 from weft.front.requests.read_ollama import (
     read_ollama_chat,
     read_ollama_embed,
@@ -123,7 +123,7 @@ def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
     body_type, data, body = payload.split(b"\0", 2)
     try:
         known = _decode_known(data)
-        knowing = reader.knowing(known.files, grammars=Told(known.verdicts), names=known.names)
+        knowing = reader.knowing(known.files, grammars=KnownVerdicts(known.verdicts), names=known.names)
         return read_with(knowing, body_type.decode(), body)
     except WeftError as error:
         return ReadAnswer(error=error.info())

@@ -20,8 +20,15 @@ from weft.front.protocol.chat_request import ChatRequest, conversation_of
 from weft.front.protocol.completions_request import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from weft.front.protocol.conversation import AnswerOptions, Conversation, Sharing
 from weft.front.protocol.effort import effort_variables, switch_variables
+from weft.front.protocol.enforceable_schemas import (
+    all_strict,
+    enforceable_form,
+    enforceable_tools,
+    open_tools,
+    with_hint,
+    with_tool_at_fault,
+)
 from weft.front.protocol.generate_request import form_of
-from weft.front.protocol.held_schemas import advised, all_firm, blamed, form_held, tools_held, tools_open
 from weft.front.protocol.named import Named
 from weft.front.protocol.parse import parse, printable
 from weft.front.protocol.turns import renamed, shows_system_inside, shows_users_apart
@@ -275,13 +282,13 @@ class Reader:
                 asked.messages,
                 add_generation_prompt=asked.opens,
                 continue_final_message=asked.continues,
-                tools=asked.tools.told,
+                tools=asked.tools.shown,
                 kwargs=variables_of(asked, self.text),
                 limit=self.limits.max_model_len,
                 choose=choosing(self._pictures, self._files),
             )
         except RecursionError:
-            param = "chat_template_kwargs" if asked.template else "tools" if asked.tools.told else "messages"
+            param = "chat_template_kwargs" if asked.template else "tools" if asked.tools.shown else "messages"
             raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
         except TooManyTokens as error:
             raise self.too_long(error, "messages") from None
@@ -412,7 +419,9 @@ class Reader:
         limit. Runs before any computation."""
         width = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
         tokens = sum(prompt.count for prompt in prompts)
-        size = tokens * COLUMN_BYTES * width  # held until the end of the last choice that shows the prompt
+        size = (
+            tokens * COLUMN_BYTES * width
+        )  # in memory until the last choice that shows the prompt has ended
         if params.prompt_logprobs == -1:  # the whole vocabulary: values without ids
             size = tokens * 4 * (1 + self.limits.vocab_size)
         routes = self.limits.routes
@@ -502,9 +511,9 @@ def grammar_of(model: ModelOutput, asked: Conversation, spec: OutputSpec, check:
         answer = answered(form)
     except InvalidRequest as error:
         if asked.constraint.strict or not isinstance(form, JsonSchema):
-            raise advised(error, form, asked.constraint.may_loosen) from None
+            raise with_hint(error, form, asked.constraint.may_loosen) from None
         # A loose schema gets a second attempt, without the keywords that a grammar cannot enforce.
-        answer = answered(form_held(form, param, error))
+        answer = answered(enforceable_form(form, param, error))
     if not spec.tools:
         return answer
     calls = _calls(model, spec, "required", check)
@@ -531,14 +540,14 @@ def _calls(
         return grammar
 
     # Three attempts: full schemas, schemas without unsupported keywords, any object as arguments.
-    for relaxed in (tuple, tools_held, tools_open):
+    for relaxed in (tuple, enforceable_tools, open_tools):
         try:
             return made(relaxed(spec.tools))
         except InvalidRequest as error:
             refusal = error
-            if all_firm(spec.tools):
+            if all_strict(spec.tools):
                 break
-    raise blamed(refusal, spec.tools) from None
+    raise with_tool_at_fault(refusal, spec.tools) from None
 
 
 def variables_of(asked: Conversation, text: TextModel) -> dict[str, Any] | None:

@@ -77,7 +77,7 @@ class ServedModel:
         spans: SpanWriter | None = None,
         server: Lifecycle | None = None,
     ) -> None:
-        """Take the engines from ``owner``; connect nothing yet. ``section``: settings of the server, with the
+        """Take the engines of ``owner`` without connecting. ``section``: settings of the server, with the
         text settings of the model. ``joining``, ``spans``: see ``Links``. ``server``: admission of the whole
         server, for one of several models."""
         self.config, self.section, self.owner = config, section, owner

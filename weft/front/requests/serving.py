@@ -90,8 +90,8 @@ class AnswerShape(Protocol):
 
 
 Prepare = Callable[[list[bytes], Upload], Awaitable[list[bytes]]]
-"""Returns the bytes to read for a body, e.g. with stored items. Bytes beyond the body also count as the
-upload. Raises WeftError, or Answered."""
+"""Returns the bytes to read for a body, e.g. with stored items in front. The additional bytes count as part
+of the upload. Raises WeftError, or Answered."""
 
 
 class Answered(Exception):
@@ -102,11 +102,11 @@ class Answered(Exception):
 
 
 Early = Callable[[list[bytes], int], Awaitable[None]]
-"""Looks at a body and at the number of the API key before the request waits for its model. Raises WeftError,
-or Answered."""
+"""Called with a body and the number of the API key, before the request waits for its model. Raises WeftError
+to refuse the request, or Answered to answer the request."""
 
 
-async def _no_look(body: list[bytes], client: int) -> None:
+async def _no_early_answer(body: list[bytes], client: int) -> None:
     pass
 
 
@@ -120,7 +120,7 @@ async def handle(
     kind: str,
     make_shape: Callable[[Generation], AnswerShape],
     prepare: Prepare = _as_it_came,
-    early: Early = _no_look,
+    early: Early = _no_early_answer,
 ) -> Response:
     """Answer one request; ``kind`` selects the reader, ``make_shape`` the form of the answer, ``prepare``
     may change the body, ``early`` may answer before the request waits for its model. The request's tokens

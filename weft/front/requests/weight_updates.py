@@ -4,14 +4,14 @@
     start ──► add source, or receive, .. ──► finish: StageWeights to all ──all read them──► UseWeights to all
                                                          └── one refuses: DropWeights to all
 
-A sleep of level 2 frees the weights. The next complete update fills the weights again; without an update,
-``restore`` loads the weights of before as a new version with the same label.
+A sleep of level 2 frees the weights. The next complete update fills the weights again. Without an update,
+``restore`` loads the weights from before the sleep as a new version with the same label.
 
 New attempts go only to engine processes with the newest version (``Router.weights``). A process that starts
-again, or that lost ranks between the two messages, gets the updates since the last complete one.
+again, or that lost ranks between the two messages, gets all updates since the last complete update.
 
-Of several API servers one carries out the updates (``Supervisor.carrier``). The others know the versions, and
-one of them goes on after the end of the carrier.
+With several API servers, one API server carries out the updates (the carrier, ``Supervisor.carrier``). The
+others know the versions. When the carrier ends, another API server becomes the carrier.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ JOIN_S = 60.0
 """Seconds that an engine process may take to answer after the time-out of a trainer's group."""
 POLL_S = 0.01
 FOLLOW_S = 1.0
-"""Seconds between two looks at engine processes without the newest weights."""
+"""Seconds between two searches for engine processes without the newest weights."""
 MOST_LABELS = 1024
-"""Versions whose label is remembered."""
+"""Maximum number of versions with a remembered label."""
 
 
 class UpdatesState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the API servers of a server know about the weights of a model."""
+    """State of the weights of a model, as exchanged between API servers."""
 
     stamp: int
     """Number of changes. The highest stamp counts."""
@@ -90,7 +90,7 @@ class WeightUpdates:
         self._joined: dict[str, int] = {}
         """Engine processes in the group of a trainer: name -> incarnation."""
         self._token = ""
-        """Part of the names of received files. Each update has its own."""
+        """Random part of the names of received files. Each update has another token."""
         self.packing: dict[str, Any] = {}
         """Fields of the set-up about packing."""
         self._shared = SharedFiles()
@@ -102,7 +102,8 @@ class WeightUpdates:
         self.freed = False
         """True while engine processes may lack the weights."""
         self._former: tuple[WeightsUpdate, ...] = ()
-        """Updates that make the weights of before the sleep, from a complete one on; () unless ``freed``."""
+        """Updates that restore the weights from before the sleep, a complete update first; () unless
+        ``freed``."""
 
     @property
     def number(self) -> int:
@@ -146,14 +147,14 @@ class WeightUpdates:
         await self._tell()
 
     async def bring_back(self, state: UpdatesState) -> None:
-        """Take the state of an earlier load, and pass the state on: another API server may have started
-        since, and may be the server that carries out updates."""
+        """Take the state of an earlier load, and send the state to the other API servers: a new API server
+        may be the carrier by now."""
         self.take(state)
         await self._tell()
 
     def take(self, state: UpdatesState) -> None:
-        """Take a later state. Engine processes without its version get the updates, and until then no
-        requests."""
+        """Take a later state. An engine process with an earlier version gets the updates, and gets requests
+        only after the updates."""
         if state.stamp <= self._stamp:
             return
         self._stamp, self._labels, self._history = state.stamp, dict(state.labels), state.history
@@ -187,12 +188,14 @@ class WeightUpdates:
     def add(self, files: tuple[str, ...], partial: bool) -> None:
         """Add a source to the update. Raises InvalidRequest without ``start``."""
         if self._files is None:
-            raise InvalidRequest("POST /start_weight_update comes first")
+            raise InvalidRequest("no update has begun: send POST /start_weight_update first")
         known = set(self._files)
         self._files += [one for one in files if one not in known]
         if len(self._files) > MOST_FILES:
             self._files = None
-            raise InvalidRequest(f"an update may have at most {MOST_FILES} files: begin again")
+            raise InvalidRequest(
+                f"an update may have at most {MOST_FILES} files: begin again with fewer, larger files"
+            )
         self._partial = self._partial or partial
 
     @property
@@ -213,7 +216,8 @@ class WeightUpdates:
             for one in able:
                 if one.welcome is None or (common_version(one.welcome.versions) or 0) < RECEIVE_SINCE:
                     raise InvalidRequest(
-                        f"the engine {one.name} is of a release without broadcasts; restart the engine"
+                        f"the engine {one.name} runs an earlier release, which receives no broadcasts; "
+                        "restart the engine with the release of this server"
                     )
             self._joined, token = {}, new_token()
             messages = list[JoinTrainer]()
@@ -224,7 +228,8 @@ class WeightUpdates:
             self._joined = {one.name: one.incarnation for one in able}
 
     async def receive(self, tensors: AnnouncedTensors, partial: bool) -> None:
-        """Receive ``tensors`` from the trainer as a source of the update. Returns when all ranks have them.
+        """Receive ``tensors`` from the trainer as a source of the update. Returns when all ranks have all
+        tensors.
 
         Raises InvalidRequest for tensors with other bytes than announced, and Unavailable for a trainer that
         has ended or is late. The trainer then forms a new group.
@@ -233,10 +238,10 @@ class WeightUpdates:
             able = self._engines()
             if not self._joined or {one.name: one.incarnation for one in able} != self._joined:
                 raise InvalidRequest(
-                    "engine processes have started since the trainer's group was formed: POST "
+                    "engine processes have started since the trainer's group was formed: send POST "
                     "/init_weight_transfer_engine again"
                     if self._joined
-                    else "POST /init_weight_transfer_engine with the group of the trainer comes first"
+                    else "no trainer's group is formed: send POST /init_weight_transfer_engine first"
                 )
             file = str(SHARED / shared_name(len(self._files or ()), self._token))
             self.add((file,), partial)
@@ -273,7 +278,7 @@ class WeightUpdates:
         """
         async with self._busy:
             if not self._files:
-                raise InvalidRequest("POST /update_weights comes first")
+                raise InvalidRequest("the update has no weights: send POST /update_weights first")
             if self.freed and self._partial:
                 raise InvalidRequest(
                     "the weights are empty after a sleep of level 2: update all tensors first, or wake the "
@@ -319,7 +324,8 @@ class WeightUpdates:
         for one in self._engines():
             if one.welcome is None or (common_version(one.welcome.versions) or 0) < SLEEP_SINCE:
                 raise InvalidRequest(
-                    f"the engine {one.name} is of a release without sleep; restart the engine"
+                    f"the engine {one.name} runs an earlier release, which cannot sleep; restart the engine "
+                    "with the release of this server"
                 )
 
     async def free(self, level: int, asleep: Callable[[], bool]) -> None:
@@ -343,8 +349,8 @@ class WeightUpdates:
                 raise
 
     async def restore(self) -> None:
-        """Load the weights of before the sleep, unless an update came meanwhile. Raises the errors of
-        ``finish``."""
+        """Load the weights from before the sleep, unless an update came during the sleep. Raises the errors
+        of ``finish``."""
         async with self._busy:
             if not self.freed:
                 return
@@ -356,7 +362,7 @@ class WeightUpdates:
                 await self._change(update, label, lambda: True, last=one is former[-1])
 
     def close(self) -> None:
-        """Stop to look at engine processes, answer no API server, and release files in shared memory."""
+        """Stop following engine processes, answer no other API server, and release files in shared memory."""
         name = self._config.served_names[0]
         if self._siblings is not None and self._siblings.weights.get(name) == self._on_sibling:
             # Another API server that connects to a later load must not get the updates of this load.
@@ -369,12 +375,15 @@ class WeightUpdates:
         """Raise InvalidRequest if an engine takes no new weights, or only during a pause."""
         engines = self._engines()
         if any(one.welcome is None or one.welcome.weights < 0 for one in engines):
-            raise InvalidRequest("an engine process is of a release without new weights; restart the engine")
+            raise InvalidRequest(
+                "an engine process runs an earlier release, which takes no new weights; restart the engine "
+                "with the release of this server"
+            )
         together = self._config.parallel.enable_expert_parallel
         if not paused and (together or any(one.role != "unified" for one in engines)):
             raise InvalidRequest(
-                "groups with roles and expert-parallel groups change weights during a pause only: POST "
-                "/pause?mode=keep first, and /resume afterwards"
+                "groups with roles and expert-parallel groups change weights during a pause only: send POST "
+                "/pause?mode=keep first, and POST /resume afterwards"
             )
 
     def _engines(self) -> list[Instance]:
@@ -388,14 +397,17 @@ class WeightUpdates:
             stage = [StageWeights(update=update)] * len(able)
             answers = await self._ask(able, stage, STAGE_S, _is_staged)
             if len({one.digest for one in answers}) > 1:
-                raise InvalidRequest("the engine processes read different files", param="update_info")
+                raise InvalidRequest(
+                    "the engine processes read different weights: put the same files on all hosts",
+                    param="update_info",
+                )
             self._check_able(paused())  # the server may have resumed meanwhile
         except BaseException:  # a client that leaves cancels the handler
             self._drop(self._engines())
             raise
 
     def _drop(self, able: list[Instance]) -> None:
-        """Let ``able`` forget what the last message began."""
+        """Send ``able`` the order to drop the weights that the last message staged."""
         self._keep_files()
         for instance in able:
             if instance.alive:
@@ -465,18 +477,18 @@ class WeightUpdates:
                         continue
                     try:
                         await self._catch_up(instance)
-                        log.info("engine %s follows to the weights %r", instance.name, self.label)
+                        log.info("engine %s has loaded the weights %r", instance.name, self.label)
                     except WeftError as error:
                         if error.blame == "client":
                             refused[key] = self.number
                         log.error(
-                            "engine %s can't follow to the weights %r, and gets no requests: %s",
+                            "engine %s could not load the weights %r, and receives no requests: %s",
                             *(instance.name, self.label, error.message),
                         )
 
     async def _leads(self) -> bool:
-        """Return True if this API server brings engine processes to the newest weights. A new carrier first
-        asks the others: the former may have told only some of them."""
+        """Return True if this API server is the carrier. A new carrier first asks the other API servers for
+        their states, because the former carrier may have reached only some of them."""
         before, siblings = self._carries, self._siblings
         self._carries = siblings is None or siblings.carries
         if self._carries and not before:

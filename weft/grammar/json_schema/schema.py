@@ -18,7 +18,14 @@ from weft.grammar.json_schema.disjoint import Disjoint
 from weft.grammar.json_schema.formats import FORMATS, INTEGERS, NOTES
 from weft.grammar.json_schema.normal import lookup, normal, step
 from weft.grammar.json_schema.patterns import RUST, Dialect, whole_pattern
-from weft.grammar.json_schema.schema_values import Unheld, bound, check_constant, check_text, count, shown
+from weft.grammar.json_schema.schema_values import (
+    Unenforceable,
+    bound,
+    check_constant,
+    check_text,
+    count,
+    shown,
+)
 
 MAX_NESTING = 64
 """Maximum levels of arrays and objects in the text of a schema."""
@@ -203,7 +210,7 @@ class SchemaReader:
     def _schema(self, schema: Any, at: str) -> Any:
         """Return one rewritten schema.
 
-        ``at`` is its JSON pointer. Raises InvalidRequest, and Unheld unless loose.
+        ``at`` is its JSON pointer. Raises InvalidRequest, and Unenforceable unless loose.
         """
         self._count += 1
         if self._count > MAX_SCHEMAS:
@@ -217,9 +224,9 @@ class SchemaReader:
             if key in _ANNOTATIONS or key in _PLACES or key.startswith("x-"):
                 continue
             try:
-                # ``Unheld``: the keyword is valid, but no grammar can enforce the keyword.
+                # ``Unenforceable``: the keyword is valid, but no grammar can enforce the keyword.
                 result.update(self._keyword(key, value, schema, at))
-            except Unheld:
+            except Unenforceable:
                 if not self._loose:
                     raise
                 self.left_out.append(LeftOut(at, key))
@@ -228,8 +235,8 @@ class SchemaReader:
     def _keyword(self, key: str, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         """Return the rewritten form of one keyword, as keywords to merge.
 
-        The key "" stands for further parts of allOf. Raises InvalidRequest, or Unheld for a keyword that no
-        grammar can enforce.
+        The key "" stands for further parts of allOf. Raises InvalidRequest, or Unenforceable for a keyword
+        that no grammar can enforce.
         """
         here = f"{at}/{self._step(key)}"
         if key in _COUNTS:
@@ -243,7 +250,7 @@ class SchemaReader:
     def _joined(self, result: dict[str, Any], schema: dict[str, Any], at: str) -> dict[str, Any]:
         """Merge the rewritten keywords, in place, and return the schema.
 
-        Raises Unheld or InvalidRequest for a keyword without support by the backend.
+        Raises Unenforceable or InvalidRequest for a keyword without support by the backend.
         """
         more = result.pop("", None)
         if more:
@@ -270,7 +277,7 @@ class SchemaReader:
     def _read_enum(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         """Return the checked values.
 
-        Raises InvalidRequest, or Unheld for a value without a unique spelling.
+        Raises InvalidRequest, or Unenforceable for a value without a unique spelling.
         """
         if not isinstance(value, list) or not value:
             raise InvalidRequest(f"enum must be a list of at least one value (at {at})")
@@ -354,7 +361,7 @@ class SchemaReader:
     def _read_min_properties(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         """Return the count, or {} if the required properties satisfy the count.
 
-        Raises Unheld for other counts above 1 of an open object.
+        Raises Unenforceable for other counts above 1 of an open object.
         """
         least = count(value, at)
         required = schema.get("required")
@@ -363,12 +370,14 @@ class SchemaReader:
         closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
         if least > 1 and not closed:
             # A key written twice counts once, so a count of written keys proves nothing.
-            raise Unheld(f"minProperties is supported up to the number of required properties (at {at})")
+            raise Unenforceable(
+                f"minProperties is supported up to the number of required properties (at {at})"
+            )
         return {"minProperties": least}
 
     def _read_items(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         if isinstance(value, list):
-            raise Unheld(f"items must be one schema; for a list of them use prefixItems (at {at})")
+            raise Unenforceable(f"items must be one schema; for a list of them use prefixItems (at {at})")
         return {"items": self._schema(value, at)}
 
     def _read_prefix_items(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
@@ -387,7 +396,7 @@ class SchemaReader:
     def _read_format(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         """Return the pattern or the bounds of a known format; {} for an unknown format.
 
-        Raises Unheld if the backend cannot enforce the pattern.
+        Raises Unenforceable if the backend cannot enforce the pattern.
         """
         if value in NOTES:
             return {}
@@ -403,7 +412,7 @@ class SchemaReader:
         try:
             return whole_pattern(pattern, self._keywords.dialect)
         except InvalidRequest as error:
-            raise Unheld(f"{error.message} (at {at})") from None
+            raise Unenforceable(f"{error.message} (at {at})") from None
 
     def _check_cycles(self) -> None:
         """Raise InvalidRequest if a reference leads to itself without a value in between."""
@@ -428,7 +437,7 @@ class SchemaReader:
 
     def _refuse(self, keyword: str, at: str, why: str) -> Never:
         whom = f" by {self._keywords.backend}" if why.startswith(_UNSUPPORTED) else ""
-        raise Unheld(f"{_step(keyword)} {why}{whom} (at {at or '/'})")
+        raise Unenforceable(f"{_step(keyword)} {why}{whom} (at {at or '/'})")
 
 
 def _same_place(schema: Any) -> Iterator[str]:

@@ -151,8 +151,8 @@ def _check(invariant: bool) -> None:
     """Raise ConfigError for options that modules of transformers cannot keep."""
     if invariant:
         raise ConfigError(
-            "--deterministic: the modules of transformers have no invariant form, so what is computed beside "
-            "a row may change its bits; remove --deterministic or use --model-impl weft",
+            "--deterministic: the modules of transformers are not batch-invariant: other rows of a step may "
+            "change the bits of a row; remove --deterministic, or use --model-impl weft",
             param="--deterministic",
         )
 
@@ -207,12 +207,12 @@ def _check_fp8(spec: ModelSpec, calls: Sequence[LayerFacts]) -> None:
 
 
 def _check_draft(model: TransformersModel) -> None:
-    """Raise ConfigError if a draft head cannot read the stream of ``model``."""
+    """Raise ConfigError if a draft head cannot read the hidden states between the layers of ``model``."""
     draft = model.spec.draft
     if draft is not None and draft.eagle is not None and model.last_rows is None:
         raise ConfigError(
-            f"--speculative-method eagle3: the layers of {model.spec.architecture} are in no single list, so "
-            "the head cannot read the stream between layers; use --speculative-method draft or ngram",
+            f"--speculative-method eagle3: the layers of {model.spec.architecture} are not in one list, so "
+            "the head cannot read the hidden states between layers; use --speculative-method draft or ngram",
             param="--speculative-method",
         )
 

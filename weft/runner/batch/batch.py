@@ -249,14 +249,14 @@ class BatchBuilder:
             live = self._state.live[slots]
         p = slice(None, first)
         d = slice(first, None)
-        first_part = self._segment(prefill, 0, slots[p], starts[p], rows.prefill_offsets.int(), live[p])
+        prompts = self._segment(prefill, 0, slots[p], starts[p], rows.prefill_offsets.int(), live[p])
         if self._media is not None and (ends := self._media.ends(prefill, len(self._pools))):
-            first_part = replace(first_part, ends=ends)
+            prompts = replace(prompts, ends=ends)
         segments = (
-            first_part,
+            prompts,
             self._segment(decode, prefill.tokens, slots[d], starts[d], rows.decode_offsets.int(), live[d]),
         )
-        made = StepInput(
+        step = StepInput(
             ids=self._state.history[token_slots, positions + shift].long(),
             positions=positions,
             writes=self._writes(token_slots, positions),
@@ -266,7 +266,7 @@ class BatchBuilder:
             rope_positions=self._state.rope_positions(token_slots, positions),
             media=None if self._media is None else self._media.rows(prefill, shift),
         )
-        return with_adapters(made, self._state, token_slots, prefill.slot, decode.slot)
+        return with_adapters(step, self._state, token_slots, prefill.slot, decode.slot)
 
     def build_even(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
         """Build a plan with ``even`` rows from the slots alone. The batch equals the batch of ``build``."""
@@ -289,16 +289,16 @@ class BatchBuilder:
         columns are the slots and, if ``each`` > 0 (rows padded to ``each`` tokens), counts, slot and padded
         row of each real token, and drafts.
 
-        ``rows``: the slots are followed by the spare slot up to this number of rows, and by ``flag``. ``to``:
-        see ``StagingBuffer.upload``.
+        ``rows``: the slots are padded with the spare slot to this number of rows. ``flag``: one more number
+        behind the padded slots; None for no number. ``to``: see ``StagingBuffer.upload``.
         """
         columns = [plan.decode.slot]
         if each:
             count = plan.decode.count
             slot = np.repeat(plan.decode.slot, count)
-            # Padded rows begin at multiples of ``each``; ``mine`` selects the real tokens.
-            mine = ragged(np.arange(len(count)) * each, count)
-            columns += [count, slot, mine, *(column.ravel() for column in verify_columns(plan, each))]
+            # Padded rows begin at multiples of ``each``. ``real_tokens`` excludes the padding.
+            real_tokens = ragged(np.arange(len(count)) * each, count)
+            columns += [count, slot, real_tokens, *(column.ravel() for column in verify_columns(plan, each))]
         behind = [self._state.spare] * (rows - plan.decode.rows) + ([] if flag is None else [flag])
         spare = np.array(behind, dtype=np.int64)
         staged, _, further = self._upload(buffer, columns[:1], [spare], columns[1:], to=to)

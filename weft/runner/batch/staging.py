@@ -6,7 +6,7 @@
 
 Each step in flight owns its staging buffers. A buffer returns to the ring after the result of its step was
 read. Until then no other step writes the buffer, so a running copy always sees complete columns. ``poison``
-fills a recycled buffer with absurd indices, so that a step that still reads the buffer fails loudly.
+fills a recycled buffer with invalid indices, so that a step that still reads the buffer fails.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def most_each(plan: StepPlan) -> int:
     most = int(rows.count.max())
     if rows.sample is rows.count and rows.logits is rows.count:  # the scheduler shares the arrays
         return most
-    alike = (rows.logits == rows.count).all() and (rows.sample == rows.count).all()
-    return most if alike else 0
+    all_sample = (rows.logits == rows.count).all() and (rows.sample == rows.count).all()
+    return most if all_sample else 0
 
 
 def even(plan: StepPlan, each: int) -> bool:
@@ -178,7 +178,7 @@ class StagingBuffer:
         """Append a column and return its slice for ``tensor``. Raises EngineDead beyond the capacity."""
         end = self._used + len(column)
         if end > len(self._numpy):
-            raise EngineDead("a step staged more than it reserved")
+            raise EngineDead("a step staged more numbers than it reserved")
         where = slice(self._used, end)
         self._numpy[where] = column
         self._used = end
@@ -192,7 +192,7 @@ class StagingBuffer:
         """
         self._there = self._on_device if to is None else to
         if self._used > len(self._there):
-            raise EngineDead("a step staged more than its captured form can read")
+            raise EngineDead("a step staged more numbers than its capture can read")
         if self._cuda or to is not None:
             self._there[: self._used].copy_(self._host[: self._used], non_blocking=True)
         if self._event is not None:
@@ -241,7 +241,7 @@ class StagingRing:
         return buffer
 
     def clear(self) -> None:
-        """Replace all buffers by new buffers: failed steps never return theirs."""
+        """Replace all buffers by new buffers, because failed steps never release their buffers."""
         self._free = self._make()
 
     def release(self, buffer: StagingBuffer) -> None:

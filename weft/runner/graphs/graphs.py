@@ -20,11 +20,11 @@ step, when a step first needs the graph. The graph is dropped with the epoch, be
 On a CPU, a capture is a list of operator calls (weft/runner/graphs/programs.py), made when a step first needs
 the capture.
 
-INVARIANT for ranks, which meet in the middle of a step: the computation of a step, and the order, kinds and
-sizes of its collectives, follow from its plan, the settings and the earlier plans of the epoch, on every rank
-alike. So ``find`` must not look at anything else, for example at the captures of one rank. A rank alone
-decides only between replay, capture and launch of the same calls. Captures name the memory of the epoch and
-end with the epoch.
+INVARIANT for ranks that communicate within a step: on every rank, the plan, the settings and the earlier
+plans of the epoch determine the computation of a step, and the order, kinds and sizes of its collectives. So
+``find`` must not depend on anything else, for example on the captures of one rank. A rank decides alone only
+between replay, capture and launch of the same calls. Captures name the memory of the epoch and end with the
+epoch.
 
 On a GPU every capture with one token per row also draws (``Key.ends``): the flag behind the slots decides
 whether the draw has an effect. So a step that cannot draw, for example with logprobs, uses the same capture.
@@ -108,18 +108,19 @@ MOST_ROWS = 512
 MOST_EXACT = 64
 """Largest number of rows with exact captures, one per number of rows."""
 MOST_DRAFTED = 32
-"""Largest number of rows with several tokens each to capture on a GPU. More rows need more captures, and gain
-less: such a step computes long enough to hide its launches."""
+"""Largest number of rows with several tokens each to capture on a GPU. Larger steps compute long enough to
+hide their launches, and would need more captures."""
 MOST_PADDED = PADS[-1]
 """Largest agreed token count of a replica for which steps are captured. Each agreed count has its own
 capture. A step above this limit contains a prompt on some replica."""
 WORTH_CAPTURING = 2
-"""Number of steps of a bucket before a lazy capture, for settings with many buckets. Rows with drafts come
-and go, so some buckets occur once, and a capture costs about as much as two replays save."""
+"""Number of steps of a bucket before a lazy capture, for settings with many buckets. With drafts some buckets
+occur only once, and a capture costs about as much as two replays save."""
 MOST_KEPT = 512
-"""Captures kept per runner. A capture takes half a kilobyte per call: tens to hundreds of kilobytes in
-all."""
+"""Maximum captures of a runner on a CPU. A capture takes half a kilobyte per operator call: tens to hundreds
+of kilobytes in total."""
 FIRST_CONTEXT = 2048
+"""Smallest context bucket, in positions."""
 MORE_MEMORY = "if memory is short, lower --gpu-memory-utilization"
 """Advice in the log after a failed capture."""
 
@@ -133,8 +134,8 @@ def row_buckets(most: int) -> list[int]:
 
 
 def context_buckets(most: int) -> list[int]:
-    """Return context buckets: 2,048 and multiples by four; the last bucket is ``most``, the longest
-    sequence."""
+    """Return context buckets in positions: ``FIRST_CONTEXT``, four times as many, and so on. The last bucket
+    is ``most``, the longest sequence."""
     buckets = []
     context = FIRST_CONTEXT
     while context < most:
@@ -244,7 +245,7 @@ class DecodeGraphs:
         called at the end of steps with one token per row, see ``Drafter.hidden_sink``. ``end``: samples such
         steps inside the capture if the step ``draws`` (``find``); None if drafts are made after each step.
         """
-        self.keeps = hidden_sink is not None
+        self.has_hidden_sink = hidden_sink is not None
         """True if replays call a ``hidden_sink``."""
         self._hidden_sink = hidden_sink
         self.replayed = 0
@@ -281,7 +282,7 @@ class DecodeGraphs:
         # On a GPU an evicted graph could still be running, so GPU graphs are dropped only with the epoch.
         kept = MOST_KEPT if device.type == "cpu" else sys.maxsize
         self._replays: Recent[Key, Callable[[], None]] = Recent(kept)
-        self._met: dict[Key, int] = {}
+        self._seen: dict[Key, int] = {}
         self.works = True
         """False after a failed capture: nothing more is captured."""
         if not options.lazy:
@@ -343,9 +344,8 @@ class DecodeGraphs:
         positions = self._positions[tokens]
         hidden = self._hidden[tokens]
         ids = self._ids[tokens]
-        parts = slots.chunk(
-            micro_batches
-        )  # micro-batches split rows by number, as ``split`` does; filler rows come last
+        # Micro-batches split rows by number, as ``split`` does. Padding rows come last.
+        parts = slots.chunk(micro_batches)
         bounds = [bound(len(part), each, context) for part in parts]
         # Micro-batches of different size must use one form of dispatch.
         exchange = Exchange(rows=padded or _exchanged(key)) if padded or micro_batches > 1 else UNAGREED
@@ -356,15 +356,15 @@ class DecodeGraphs:
                 replace(self._builder.decode(part, of, adapts=adapts), exchange=exchange)
                 for part, of in zip(parts, bounds, strict=True)
             ]
-            made = self._hidden_of(steps)
+            states = self._hidden_of(steps)
             if self._options.keeps_hidden:
-                hidden.copy_(made)
+                hidden.copy_(states)
             if each > 1:
                 ids.copy_(torch.cat([step.ids for step in steps]))
-            logits.copy_(drive(self._model.logits(made, _adapters_of(steps))))
+            logits.copy_(drive(self._model.logits(states, _adapters_of(steps))))
             positions.copy_(torch.cat([step.positions for step in steps]))
             if self._hidden_sink is not None and each == 1:
-                self._hidden_sink(slots, positions, made)
+                self._hidden_sink(slots, positions, states)
             if ends and self._end is not None:
                 self._drawn[:rows].copy_(self._end(logits, slots, flag))
 
@@ -394,7 +394,8 @@ class DecodeGraphs:
         self.uncaptured = False
         rows = plan.decode
         padded = 0 if plan.agreed is None else plan.agreed.padded_tokens
-        each = 1 if padded and not plan.rows else most_each(plan)  # no rows here: other replicas have rows
+        # A replica without rows takes part in the step of the other replicas, with padding rows of one token.
+        each = 1 if padded and not plan.rows else most_each(plan)
         if not 1 <= each <= self._each[-1]:
             return None
         each = _bucket(self._each, each)
@@ -406,7 +407,7 @@ class DecodeGraphs:
         bucket = _bucket(self._rows, rows.rows) if rows.rows else 0
         ends = (draws or self._flagged) and each == 1 and bool(bucket) and self._end is not None
         key = Key(bucket, each, _bucket(self._contexts, longest), plan.micro_batches, padded, ends, adapts)
-        # Replicas compute equally many micro-batches, also with fewer rows: an empty one cannot be captured.
+        # With an agreement, a replica with few rows may have an empty micro-batch, which cannot be captured.
         if plan.micro_batches > 1 and (padded or not self._options.micro_batches):
             return None
         if not self._options.lazy:
@@ -417,8 +418,8 @@ class DecodeGraphs:
         elif not self._model.capturable(_exchanged(key)):
             return None
         if each > 1 or padded:
-            self._met[key] = met = self._met.get(key, 0) + 1
-            if met < WORTH_CAPTURING:
+            self._seen[key] = seen = self._seen.get(key, 0) + 1
+            if seen < WORTH_CAPTURING:
                 self.uncaptured = self.works
                 return None
         return key
@@ -454,15 +455,15 @@ class DecodeGraphs:
         else:
             self._closure(key)()
 
-        def left() -> StepRows:
+        def sampled_rows() -> StepRows:
             ids, positions = self._ids[: rows * each], self._positions[: rows * each]
             return StepRows(**self._builder.decode_rows(plan, staged, ids, positions))
 
-        return Replayed(logits, left, Drawn(drawn) if draws else None)
+        return Replayed(logits, sampled_rows, Drawn(drawn) if draws else None)
 
     def _write(self, on_host: np.ndarray, slots: np.ndarray, rows: int) -> None:
-        """Write ``slots`` and spare slots up to ``rows`` rows. Steps that repeat the rows of the last step
-        bring the same array."""
+        """Write ``slots``, padded with the spare slot to ``rows`` rows. Does nothing if ``slots`` is the
+        array of the last call: a step that repeats the rows of the last step has the same array."""
         if self._written is None or self._written[0] is not slots or self._written[1] != rows:
             on_host[: len(slots)] = slots
             on_host[len(slots) : rows] = self._spare
@@ -474,7 +475,7 @@ class DecodeGraphs:
         return self._hidden[: rows * key.each]
 
     def replay(self, key: Key) -> None:
-        """Launch the captured step of ``key`` on the present contents of the slot column."""
+        """Launch the captured step of ``key`` on the present contents of ``_columns``."""
         replay = self._replays.get(key)
         assert replay is not None, f"no capture of {key}"
         replay()
@@ -487,7 +488,7 @@ class DecodeGraphs:
         """
         if self._options.lazy:
             self._replays.clear()
-            self._met.clear()
+            self._seen.clear()
 
     def _capture_now(self, key: Key) -> None:
         """Capture a step while computing the step. If capture is impossible, log once and capture nothing
@@ -506,8 +507,8 @@ def _adapters_of(steps: Sequence[StepInput]) -> AdapterRows | None:
 
 
 def _buckets(options: GraphOptions) -> tuple[list[int], list[int], list[int]]:
-    """Return the buckets of rows, of rows with several tokens each (the first ones of the former), and of
-    tokens per row."""
+    """Return three lists of buckets: of rows, of rows with several tokens each, and of tokens per row. The
+    second list is a prefix of the first list."""
     if options.exact:
         rows = [*range(1, min(options.max_rows, MOST_EXACT) + 1)]
         return rows, rows, [*range(1, options.most_each + 1)]
@@ -516,8 +517,8 @@ def _buckets(options: GraphOptions) -> tuple[list[int], list[int], list[int]]:
 
 
 def _width(rows: int, tokens: int, options: GraphOptions) -> int:
-    """Return the most numbers that the columns of a step have: the slots of ``rows`` rows and, with drafts,
-    three columns of rows or ``tokens`` and two of drafts."""
+    """Return the maximum total length of the columns of a step: the slots of ``rows`` rows and, with drafts,
+    three columns of at most ``tokens`` numbers and two columns of drafts."""
     return rows + (6 * tokens if options.most_each > 1 else 0)
 
 

@@ -51,7 +51,7 @@ Tensor = torch.Tensor
 TOKENS = (32, 64, 128, 256, 512)
 """Buckets of prompt tokens. A step with more tokens computes long enough to hide its launches."""
 PROMPTS = 16
-"""Most prompt rows of a captured step."""
+"""Maximum prompt rows of a captured step."""
 DECODES = (0, 4, 16, 64, 256)
 """Buckets of decode rows. Padding rows are cheap beside prompts, so few buckets serve."""
 

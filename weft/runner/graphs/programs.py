@@ -67,14 +67,14 @@ class _Watch(TorchDispatchMode):
         arguments = list(args)
         for name, default in signature.named[len(args) :]:
             arguments.append(given.get(name, default))
-        made = func(*args, **given)
-        results = list(made) if isinstance(made, tuple | list) else [made]
+        returned = func(*args, **given)
+        results = list(returned) if isinstance(returned, tuple | list) else [returned]
         if not any(isinstance(value, Tensor) for value in (*results, *tree_leaves(arguments))):
-            return made  # a query about types, for example: always the same answer
+            return returned  # for example a query about types: the same result in every step
         if any(result is not None and not isinstance(result, Tensor) for result in results):
             self.obstacle = self.obstacle or CannotCapture(f"{func} gives the host a value")
         self.calls.append(_ProgramCall(func, arguments, results))
-        return made
+        return returned
 
 
 def capture_calls(run: Callable[[], None], launcher: Launcher | None = None) -> Callable[[], None]:
@@ -106,7 +106,7 @@ def _replay(program: Any, launcher: Launcher) -> None:
         raise CommLost(f"a collective of a replayed step failed: {str(error).splitlines()[0]}") from error
     finally:
         if launcher.recording:
-            launcher.flew(times(False).tolist())
+            launcher.add_flights(times(False).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,20 +169,20 @@ class _Builder:
         results = [self._results(call) for call in self._calls]
         # Last call that uses each register: the program frees a register behind its last use.
         last: dict[int, int] = {}
-        for number, (call, made) in enumerate(zip(self._calls, results, strict=True)):
-            for register in (*self._reads(call.arguments), *made):
+        for number, (call, written) in enumerate(zip(self._calls, results, strict=True)):
+            for register in (*self._reads(call.arguments), *written):
                 last[register] = number
         dead: list[list[int]] = [[] for _ in self._calls]
         for register, at in last.items():
             if register >= 0:
                 dead[at].append(register)
         code = self._code
-        for call, made, over in zip(self._calls, results, dead, strict=True):
+        for call, written, freed in zip(self._calls, results, dead, strict=True):
             place = code.operators.setdefault(_name(call.op), len(code.operators))
             code.numbers += (place, len(call.arguments))
             for kind, value in zip(_signature(call.op).kinds, call.arguments, strict=True):
                 self._argument(call, kind, value)
-            code.numbers += (len(made), *made, len(over), *over)
+            code.numbers += (len(written), *written, len(freed), *freed)
         cpu.load()
         return code.program()
 
@@ -202,13 +202,13 @@ class _Builder:
 
         Tensors without a register are constants and are left out.
         """
-        found = []
+        registers = []
         for value in arguments:
             if isinstance(value, list | tuple):
-                found += self._reads(value)
+                registers += self._reads(value)
             elif isinstance(value, Tensor) and id(value) in self._register:
-                found.append(self._register[id(value)])
-        return found
+                registers.append(self._register[id(value)])
+        return registers
 
     def _argument(self, call: _ProgramCall, kind: str, value: Any) -> None:
         """Append the code of one argument to ``_code``. ``kind``: type of the argument in the schema of the
@@ -236,7 +236,7 @@ class _Builder:
         elif isinstance(value, list | tuple):
             self._list(call, kind, value)
         else:
-            self._thing(call, value)
+            self._other_argument(call, value)
 
     def _list(self, call: _ProgramCall, kind: str, value: Sequence[Any]) -> None:
         """Append the code of a list of tensors or of integers. Raises CannotCapture for other lists."""
@@ -250,7 +250,7 @@ class _Builder:
         else:
             raise CannotCapture(f"{call.op} takes {value!r}")
 
-    def _thing(self, call: _ProgramCall, value: Any) -> None:
+    def _other_argument(self, call: _ProgramCall, value: Any) -> None:
         """Encode an argument that is neither a tensor nor a number. Raises CannotCapture for unsupported
         types."""
         code = self._code

@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 
 MOST_GRAPHS = 16
 """Captured shapes per runner. Towers that take tiles need one."""
-MOST_MET = 256
+MOST_SEEN = 256
 """Shapes that are remembered after their first image."""
 
 Shape: TypeAlias = tuple[int, ...]
@@ -71,7 +71,7 @@ class CapturedTower:
         self._largest, self._room = 0, 3 * CAPTURED_GROWTH * patch**2
         """Bytes of pixels: of the largest captured image; and how much larger images may take new memory."""
         self._graphs: dict[Shape, _Captured] = {}
-        self._met: Recent[Shape, bool] = Recent(MOST_MET)
+        self._seen: Recent[Shape, bool] = Recent(MOST_SEEN)
         self._works = True
 
     def embed(self, image: Tensor) -> Embedding:
@@ -93,14 +93,14 @@ class CapturedTower:
 
     def _uncaptured(self, image: Tensor, shape: Shape) -> Embedding:
         """Encode an image without a graph, and capture its shape if the shape repeats."""
-        if shape in self._met and self._works and self._has_memory(image):
+        if shape in self._seen and self._works and self._has_memory(image):
             rows = self._try(image, shape)
             if rows:
                 return self._made(rows)
         made = self._tower.embed(image)  # raises for a wrong image, which is then not remembered
         fits = image.numel() <= len(self._pixels) and len(made.main) <= CAPTURED_TOKENS
         if fits and self._works:
-            self._met.put(shape, True)
+            self._seen.put(shape, True)
             if self._rows is None:
                 levels = 0 if made.levels is None else len(made.levels)
                 try:

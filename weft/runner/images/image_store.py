@@ -83,14 +83,14 @@ class MediaStore:
         """
         self._tower = tower
         self._patch = 0 if limits is None else limits.patch
-        self._ahead = () if limits is None else limits.ahead
+        self._visible_ahead = () if limits is None else limits.ahead
         self._device = device
         self._send, self._gather = send, gather
         self._rows = 1 if limits is None else limits.block_rows
         shape = (1, 1, 1, 0) if limits is None else pool_shape(limits)
         pool = zeros(shape, dtype, device) if memory is None else memory
         if tuple(pool.shape) != shape or pool.dtype != dtype:
-            raise EngineDead("the memory for embeddings is not that of the pool")
+            raise EngineDead("the memory for embeddings has another shape or dtype than the pool")
         self._pool = pool
         self._host = self._host_pool(limits, dtype)
         self._by_row = pool.view(shape[0], shape[1] * shape[2], shape[3])
@@ -132,19 +132,19 @@ class MediaStore:
                 self._send(op)
         return seconds
 
-    def write(self, blocks: bytes, count: int, made: EmbeddedImage) -> None:
-        """Write an embedding of ``count`` rows into ``blocks``. Raises EngineDead if rows or levels
-        differ."""
-        levels = 0 if made.levels is None else len(made.levels)
-        if len(made.main) != count or 1 + levels != len(self._pool):
+    def write(self, blocks: bytes, count: int, embedded: EmbeddedImage) -> None:
+        """Write an embedding of ``count`` rows into ``blocks`` (little-endian int32 block numbers). Raises
+        EngineDead if the number of rows or levels differs."""
+        levels = 0 if embedded.levels is None else len(embedded.levels)
+        if len(embedded.main) != count or 1 + levels != len(self._pool):
             raise EngineDead(
-                f"the embedding of an image has {len(made.main)} rows in {1 + levels} levels: "
+                f"the embedding of an image has {len(embedded.main)} rows in {1 + levels} levels: "
                 f"{count} in {len(self._pool)} were expected"
             )
         index = self._index(blocks, count)
-        self._by_row[0].index_copy_(0, index, made.main)
-        if made.levels is not None:
-            self._by_row[1:].index_copy_(1, index, made.levels)
+        self._by_row[0].index_copy_(0, index, embedded.main)
+        if embedded.levels is not None:
+            self._by_row[1:].index_copy_(1, index, embedded.levels)
 
     def image(self, op: Encode) -> Tensor:
         """Return the pixels of ``op`` as input of a tower: uint8 [frames, height, width, 3] on the device."""
@@ -169,11 +169,11 @@ class MediaStore:
                 low, high = max(start, op.start), min(end, op.start + op.count)
                 if low >= high:
                     continue
-                own = np.arange(low, high)
-                if op.columns:  # tokens of text between the rows of the image keep their embeddings
-                    own = own[(own - op.start) % (op.columns + 1) != op.columns]
-                places.append(own + (int(first) - start))
-                index.append(self._places_of(blocks, own - op.start))
+                positions = np.arange(low, high)
+                if op.columns:  # the token of text behind each row of the image keeps its own embedding
+                    positions = positions[(positions - op.start) % (op.columns + 1) != op.columns]
+                places.append(positions + (int(first) - start))
+                index.append(self._places_of(blocks, positions - op.start))
         if not sum(map(len, places)):
             return None
         # [2, rows]: merged token row, and row of the pool
@@ -183,14 +183,14 @@ class MediaStore:
 
     def ends(self, prefill: Segment, groups: int) -> tuple[Tensor | None, ...]:
         """Return ``SegmentInput.ends`` of the prefill rows, for ``groups`` KV cache groups; see ``rows``."""
-        if not self._ahead or not self._bound:
+        if not self._visible_ahead or not self._bound:
             return ()
         rows = zip(prefill.slot.tolist(), prefill.start.tolist(), prefill.count.tolist(), strict=True)
         images = [
             ImagesOfRow(start, start + count, [(op.start, op.count) for op, _ in self._bound.get(slot, ())])
             for slot, start, count in rows
         ]
-        return ends_of(images, self._ahead, groups, self._device)
+        return ends_of(images, self._visible_ahead, groups, self._device)
 
     def clear(self) -> None:
         """Unbind all images at the end of an epoch. The engine process decides about the contents of the
@@ -217,17 +217,17 @@ class MediaStore:
     def _move(self, op: MoveMedia) -> None:
         """Copy an embedding between device and host, block by block: to the device if ``op.up``. On a GPU the
         copies may still run on return. Raises EngineDead for invalid blocks."""
-        near = self._checked(op.blocks, self._pool.shape[1])
-        far = self._checked(op.host, self._host.shape[1])
-        if len(near) != len(far):
+        blocks = self._checked(op.blocks, self._pool.shape[1])
+        host_blocks = self._checked(op.host, self._host.shape[1])
+        if len(blocks) != len(host_blocks):
             raise EngineDead("an embedding is moved to another number of blocks")
         for level in range(len(self._pool)):
-            for block, host in zip(near.tolist(), far.tolist(), strict=True):
-                here, there = self._pool[level, block], self._host[level, host]
+            for block, host_block in zip(blocks.tolist(), host_blocks.tolist(), strict=True):
+                on_device, on_host = self._pool[level, block], self._host[level, host_block]
                 if op.up:
-                    here.copy_(there, non_blocking=True)
+                    on_device.copy_(on_host, non_blocking=True)
                 else:
-                    there.copy_(here, non_blocking=True)
+                    on_host.copy_(on_device, non_blocking=True)
 
     def _index(self, blocks: bytes, count: int) -> Tensor:
         """Return int64 [count] on the device: rows of the pool."""
@@ -241,16 +241,20 @@ class MediaStore:
         return blocks[row // self._rows] * self._rows + row % self._rows
 
     def _blocks(self, blocks: bytes, count: int) -> np.ndarray:
-        found = self._checked(blocks, self._pool.shape[1])
-        if not 0 < count <= len(found) * self._rows:
-            raise EngineDead(f"an embedding of {count} rows is assigned {len(found)} blocks")
-        return found
+        """Return the block numbers of an embedding of ``count`` rows, int64. Raises EngineDead for invalid
+        blocks or too few blocks."""
+        numbers = self._checked(blocks, self._pool.shape[1])
+        if not 0 < count <= len(numbers) * self._rows:
+            raise EngineDead(f"an embedding of {count} rows is assigned {len(numbers)} blocks")
+        return numbers
 
     def _checked(self, blocks: bytes, number: int) -> np.ndarray:
-        found = np.frombuffer(blocks, "<i4").astype(np.int64)
-        if len(found) and not 0 < found.min() <= found.max() < number:
-            raise EngineDead(f"a step names block {found.max()} of embeddings; there are {number - 1}")
-        return found
+        """Return the block numbers in ``blocks`` (little-endian int32) as int64. Raises EngineDead unless all
+        are between 1 and ``number`` - 1."""
+        numbers = np.frombuffer(blocks, "<i4").astype(np.int64)
+        if len(numbers) and not 0 < numbers.min() <= numbers.max() < number:
+            raise EngineDead(f"a step names block {numbers.max()} of embeddings; there are {number - 1}")
+        return numbers
 
 
 class EmbeddingSpans:

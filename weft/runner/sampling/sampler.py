@@ -113,6 +113,7 @@ class _Rows:
     """int64: index of each row's mask; any number for rows without a mask."""
 
     def at(self, rows: slice) -> _Rows:
+        """Return the entries ``rows``."""
         return _Rows(
             self.slot_host[rows],
             self.slot[rows],
@@ -124,14 +125,18 @@ class _Rows:
             self.mask[rows] if len(self.mask) else self.mask,
         )
 
-    def real(self, name: str) -> Tensor:
+    def float_column(self, name: str) -> Tensor:
+        """Return the parameter ``name`` of each row, float64 [R]."""
         return self.floats[:, FLOATS.index(name)]
 
-    def whole(self, name: str) -> Tensor:
+    def int_column(self, name: str) -> Tensor:
+        """Return the parameter ``name`` of each row, int64 [R]."""
         return self.ints[:, INTS.index(name)]
 
     def noise(self) -> ops.Noise:
-        return ops.Noise(seed=self.whole("seed"), choice=self.whole("choice"), position=self.position)
+        """Return the keys of the Gumbel noise of each row."""
+        seed, choice = self.int_column("seed"), self.int_column("choice")
+        return ops.Noise(seed=seed, choice=choice, position=self.position)
 
 
 class Sampler:
@@ -294,7 +299,8 @@ class Sampler:
     def _parts(self, classes: np.ndarray, whole: Sequence[int]) -> Iterator[tuple[int, slice]]:
         """Yield (class, slice) for runs of equal classes, cut into chunks. ``classes`` must be sorted.
 
-        ``whole``: classes that are not cut, because they are drawn from the logits themselves.
+        ``whole``: classes that are not cut. Rows of these classes are drawn without a copy of the logits, so
+        the memory of a step needs no bound.
         """
         kinds, starts = np.unique(classes, return_index=True)
         ends = np.append(starts, len(classes))[1:]
@@ -325,7 +331,7 @@ class Sampler:
             x, error = self._changed(logits, rows, kind, False, history, num_prompt)
             tokens, wrong = self._draw_by_kernels(x, None, rows.slot, rows.position)
             return tokens, error | wrong
-        # Prefer the CPU extension: directly on the logits if steps 1 to 3 do nothing, else on the changed x.
+        # Prefer the CPU extension: on the logits if steps 1 to 3 change nothing, else on the changed copy x.
         if (fast := direct.serves(logits)) and kind & ~MASK in DIRECT:
             masks = (rows.words, rows.mask) if kind & MASK else None
             return self._draw_directly(logits, rows.logits_row, rows, kind, masks)
@@ -335,7 +341,7 @@ class Sampler:
         if kind & GREEDY or (fast and not kind & (TOP_K | TOP_P)):
             tokens, wrong = self._draw_directly(x, None, rows, kind) if fast else ops.greedy(x)
             return tokens, error | wrong
-        x = x / rows.real("temperature").to(x.dtype).unsqueeze(1)
+        x = x / rows.float_column("temperature").to(x.dtype).unsqueeze(1)
         return self._sample(x, rows, kind), error | ops.broken(x)
 
     def _changed(
@@ -377,7 +383,8 @@ class Sampler:
         place = torch.arange(len(x)) if at is None else at
         if kind & GREEDY:
             return direct.greedy(x, place, self._vocab, masks)
-        columns = (rows.real("temperature"), rows.real("min_p"), rows.whole("seed"), rows.whole("choice"))
+        floats = (rows.float_column("temperature"), rows.float_column("min_p"))
+        columns = (*floats, rows.int_column("seed"), rows.int_column("choice"))
         return direct.sample(x, place, self._vocab, *columns, rows.position, masks)
 
     def _draw_by_kernels(
@@ -392,7 +399,7 @@ class Sampler:
         """Run steps 6 and 7 on rows of one class: [R, V] -> int64 [R]."""
         noise = rows.noise()
         if not kind & (TOP_K | TOP_P):
-            return ops.sample_open(x, rows.real("min_p") if kind & MIN_P else None, noise)
+            return ops.sample_open(x, rows.float_column("min_p") if kind & MIN_P else None, noise)
         filters = self._filters(rows, kind)
         widths = ops.WIDTHS[kind >> STAGE :]
         if self._device.type != "cpu":
@@ -401,9 +408,9 @@ class Sampler:
 
     def _filters(self, rows: _Rows, kind: int) -> ops.Filters:
         return ops.Filters(
-            top_k=rows.whole("top_k"),
-            top_p=rows.real("top_p"),
-            min_p=rows.real("min_p"),
+            top_k=rows.int_column("top_k"),
+            top_p=rows.float_column("top_p"),
+            min_p=rows.float_column("min_p"),
             all_top_k=bool(kind & TOP_K),
         )
 
@@ -420,9 +427,9 @@ class Sampler:
             part = slice(begin, begin + size)
             some = rows.at(part)
             penalties = ops.Penalties(
-                repetition=some.real("repetition_penalty"),
-                frequency=some.real("frequency_penalty"),
-                presence=some.real("presence_penalty"),
+                repetition=some.float_column("repetition_penalty"),
+                frequency=some.float_column("frequency_penalty"),
+                presence=some.float_column("presence_penalty"),
             )
             ids = history[some.slot, :longest]
             ops.penalise_(x[part], penalties, ids, num_prompt[some.slot], some.position)
@@ -441,7 +448,7 @@ class Sampler:
         banned = pairs_of([(row, of.banned) for row, of in entries], self._device)
         always = torch.ones(len(banned[0]), dtype=torch.bool, device=self._device)
         stop = pairs_of([(row, of.stop) for row, of in entries], self._device)
-        early = rows.position - num_prompt[rows.slot] < rows.whole("min_tokens")
+        early = rows.position - num_prompt[rows.slot] < rows.int_column("min_tokens")
         masks = [(*banned, always), (*stop, early[stop[0]])]
         for row, of in entries:
             if of.words is not None:
@@ -472,15 +479,15 @@ class Sampler:
 
         ``whole``: of the entries that want the whole vocabulary, else of the other entries.
         """
-        asked = self.slots.ints[rows.slot_host, INTS.index("logprobs")]
-        entries = np.flatnonzero((asked >= 0) & ((asked == ALL_LOGPROBS) == whole))
+        wanted = self.slots.ints[rows.slot_host, INTS.index("logprobs")]
+        entries = np.flatnonzero((wanted >= 0) & ((wanted == ALL_LOGPROBS) == whole))
         if not len(entries):
             return None
         # Processed logprobs depend on the class of a row, so rows are sorted by class, as in ``_draw_all``.
         if self._processed:
             classes = self._classes_of(rows, masks)[entries]
             by_class = np.argsort(classes, kind="stable")
-            order, top = entries[by_class], int(asked[entries].max())
+            order, top = entries[by_class], int(wanted[entries].max())
             place = upload(order, self._device)
             step = self._rows_of(rows, order, place, masks)
             parts = [
@@ -489,11 +496,11 @@ class Sampler:
                 )
                 for kind, part in self._parts(classes[by_class], ())
             ]
-            return assembled(parts, entries, asked[entries], order)
-        if len(entries) == len(asked):
-            return self._logprobs(logits, rows.logits_row, tokens, entries, asked)
+            return assembled(parts, entries, wanted[entries], order)
+        if len(entries) == len(wanted):
+            return self._logprobs(logits, rows.logits_row, tokens, entries, wanted)
         index = upload(entries, self._device)
-        return self._logprobs(logits, rows.logits_row[index], tokens[index], entries, asked[entries])
+        return self._logprobs(logits, rows.logits_row[index], tokens[index], entries, wanted[entries])
 
     def _processed_logprobs(
         self,
@@ -511,43 +518,41 @@ class Sampler:
         """
         x, _ = self._changed(logits, rows, kind, False, history, num_prompt)
         if not kind & GREEDY:
-            x = x / rows.real("temperature").to(x.dtype).unsqueeze(1)
+            x = x / rows.float_column("temperature").to(x.dtype).unsqueeze(1)
             if kind & (TOP_K | TOP_P | MIN_P):
                 x = ops.only_kept(x, self._filters(rows, kind))
-        made = ops.all_logprobs_of(x, tokens) if top == ALL_LOGPROBS else ops.logprobs_of(x, tokens, top)
-        return *made, ops.broken(x)
+        logprobs = ops.all_logprobs_of(x, tokens) if top == ALL_LOGPROBS else ops.logprobs_of(x, tokens, top)
+        return *logprobs, ops.broken(x)
 
     def _prompt_logprobs(
         self, logits: Tensor, rows: SampleRows, history: Tensor, whole: bool
     ) -> LogprobTensors | None:
         """Return logprobs of prompt tokens under the logits of the preceding positions; None without such
         rows. ``whole``: see ``_sampled_logprobs``."""
-        asked = self.slots.ints[rows.prompt_slot_host, INTS.index("prompt_logprobs")].clip(min=0)
-        entries = np.flatnonzero((asked == ALL_LOGPROBS) == whole)
+        wanted = self.slots.ints[rows.prompt_slot_host, INTS.index("prompt_logprobs")].clip(min=0)
+        entries = np.flatnonzero((wanted == ALL_LOGPROBS) == whole)
         if not len(entries):
             return None
         # A placeholder id lies outside the vocabulary and has no logprob. Any valid id may replace the
         # placeholder.
         tokens = history[rows.prompt_slot, rows.prompt_position].long().clamp(0, self._vocab - 1)
         at = rows.prompt_logits_row
-        if len(entries) < len(asked):
+        if len(entries) < len(wanted):
             index = upload(entries, self._device)
-            at, tokens, asked = at[index], tokens[index], asked[entries]
-        return self._logprobs(logits, at, tokens, entries, asked)
+            at, tokens, wanted = at[index], tokens[index], wanted[entries]
+        return self._logprobs(logits, at, tokens, entries, wanted)
 
     def _logprobs(
-        self, logits: Tensor, logits_rows: Tensor, tokens: Tensor, entries: np.ndarray, asked: np.ndarray
+        self, logits: Tensor, logits_rows: Tensor, tokens: Tensor, entries: np.ndarray, wanted: np.ndarray
     ) -> LogprobTensors:
-        """Return logprobs of ``tokens`` under the unchanged logits, with ``max(asked)`` alternatives per
-        entry, in chunks. ``asked``: int [entries], number of alternatives; entries with fewer get padding. If
-        all are ``ALL_LOGPROBS``, the values are of the whole vocabulary."""
-        top = int(asked.max())
+        """Return logprobs of ``tokens`` under the unchanged logits, with ``max(wanted)`` alternatives per
+        entry, in chunks. ``wanted``: int [entries], number of alternatives; entries with fewer get padding.
+        If all are ``ALL_LOGPROBS``, the values are of the whole vocabulary."""
+        top = int(wanted.max())
         parts = []
         for begin in range(0, len(entries), self._chunk()):
             part = slice(begin, begin + self._chunk())
-            untouched = ops.to_x(self._take(logits, logits_rows[part]), self._vocab)
-            own = tokens[part]
-            every = top == ALL_LOGPROBS
-            made = ops.all_logprobs_of(untouched, own) if every else ops.logprobs_of(untouched, own, top)
-            parts.append((*made, ops.broken(untouched)))
-        return assembled(parts, entries, asked)
+            x, ids = ops.to_x(self._take(logits, logits_rows[part]), self._vocab), tokens[part]
+            logprobs = ops.all_logprobs_of(x, ids) if top == ALL_LOGPROBS else ops.logprobs_of(x, ids, top)
+            parts.append((*logprobs, ops.broken(x)))
+        return assembled(parts, entries, wanted)

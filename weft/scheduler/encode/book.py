@@ -66,7 +66,7 @@ class ItemBook:
         self._limits = limits
         self.live: dict[int, ItemSequence] = {}
         self._transfers: dict[TransferKey, ItemTransfer] = {}
-        """Transfers without an end, also of ended sequences."""
+        """Open transfers, also of ended sequences."""
         self._queue: list[tuple[tuple[int, int, int], ItemTransfer]] = []
         """Unsent transfers in order. If ``_stale``, the list may contain sent and ended transfers too."""
         self._stale = False
@@ -82,10 +82,10 @@ class ItemBook:
         work."""
         if submit.transfer is not None or submit.grammar is not None or submit.pooling:
             raise InvalidRequest(
-                "a group that encodes images makes no tokens, and moves no caches", param="transfer"
+                "a group that encodes images generates no tokens and transfers no caches", param="transfer"
             )
         if not submit.media:
-            raise InvalidRequest("a group that encodes images needs some", param="media")
+            raise InvalidRequest("a request to a group that encodes images needs images", param="media")
         # Check the images like images of a prompt in this group. Other groups may encode the rest of a video.
         here = tuple(msgspec.structs.replace(item, transfer=None, lag=None) for item in submit.media)
         check_media(here, max(item.start + item.count for item in here), self._limits, True)
@@ -98,11 +98,11 @@ class ItemBook:
                 raise InvalidRequest(f"seconds must be above 0 and at most {MOST_SECONDS:g}", param="media")
             if parameters.key in self._transfers or parameters.key in keys:
                 raise InvalidRequest(
-                    "this transfer is known: a retry has an attempt of its own", param="media"
+                    "a transfer with this key exists: a retry needs a new attempt number", param="media"
                 )
             keys.add(parameters.key)
         if submit.sequence in self.live:
-            raise InvalidRequest("a sequence of this id is live", param="sequence")
+            raise InvalidRequest("a sequence with this id is running", param="sequence")
         return sum(len(item.pixels) for item in submit.media)
 
     def add(self, submit: Submit) -> ItemSequence:
@@ -156,7 +156,7 @@ class ItemBook:
         """
         del self.live[sequence.id]
         self.pixels -= sum(len(transfer.item.pixels) for transfer in sequence.transfers)
-        # a transfer may still be read for a while, but no image is encoded any more
+        # Embeddings may still be read, but no image of the sequence is encoded any more.
         for transfer in sequence.transfers:
             (transfer.item,) = without_pixels((transfer.item,))
         ended = [

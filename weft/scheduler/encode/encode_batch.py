@@ -2,18 +2,20 @@
 
     1  bound transfers with a stored embedding, in order                 SendMedia (host tier: lift first)
     2  images of bound transfers, in order, while the images fit         Encode, then SendMedia per transfer
-    3  images of transfers that are not bound yet, likewise              Encode
+    3  images of transfers not bound yet, in order, while they fit       Encode
 
 Embeddings of 1 are sent in a separate step, because a transfer ends only after its step. But two such steps
 never follow each other while images wait for the tower.
 
-A batch has at most ``encode_patches`` and ``encode_items``; an image with more patches goes alone. The order
-is by sequence, then by image within the sequence. No transfer is passed: the first image without space ends
-the batch, and a full pool ends the batch until some embedding has left.
+A batch has at most ``encode_patches`` patches and ``encode_items`` images. An image with more patches is
+encoded alone. The order is by sequence, then by image within the sequence. No transfer overtakes another
+transfer: the first image without space ends the batch. A full pool stops encoding until an embedding has
+been received.
 
-Only embeddings promised to a receiver with memory are pinned. So the first such transfer always gets memory
-once embeddings in transit have been received: all others can be evicted, and no two groups wait for each
-other's memory. Encoding ahead of the receiver takes no memory from a bound transfer.
+Only embeddings of bound transfers are pinned: the receiver has memory for such an embedding. So the first
+bound transfer always gets memory once the embeddings in transit have been received, because all other
+embeddings can be evicted. Two groups therefore never wait for each other's memory. Encoding for an unbound
+transfer takes no memory from a bound transfer.
 """
 
 from __future__ import annotations
@@ -34,28 +36,29 @@ class EncodeBatch:
         """Transfers sent with the step."""
         self.encoded: list[ItemTransfer] = []
         """Transfers of the images to encode, one per image."""
-        self.hurried = False
-        """True if the step only sends although images wait for the tower."""
+        self.sends_alone = False
+        """True if the step only sends embeddings although images wait for encoding."""
         self._patches = self._pixels = 0
         self._ended = False
         self._waiting = book.waiting()
         self._wanted = {transfer.item.key for transfer in self._waiting}
 
-    def fill(self, starved: ItemTransfer | None, hurry: bool = False) -> ItemTransfer | None:
+    def fill(self, starved: ItemTransfer | None, may_send_alone: bool = False) -> ItemTransfer | None:
         """Choose the work of the step. Return the first bound transfer for which the pool was full, or None.
 
-        Evictions, pins and updates apply to the cache at once; ``sent``, ``encoded`` and ``hurried`` are set.
-        ``starved``: the result of the previous step; no later transfer gets a pin earlier. ``hurry``: True if
-        stored embeddings may be sent in a separate step instead of waiting for the tower.
+        Evictions, pins and updates apply to the cache at once. Sets ``sent``, ``encoded`` and
+        ``sends_alone``.
+        ``starved``: the result of the previous step; no later transfer gets a pin earlier.
+        ``may_send_alone``: True if the step may send stored embeddings without encoding images.
         """
         # A starved transfer blocks all later transfers, until sent or over.
         bound = [transfer for transfer in self._waiting if transfer.bound]
         if starved is not None and (starved.sent or starved.over):
             starved = None
         self._send_stored([r for r in bound if starved is None or r.order <= starved.order])
-        # Transfers are still waiting for the tower, so the ready embeddings leave alone.
-        self.hurried = hurry and 0 < len(self.sent) < len(self._waiting)
-        if self.hurried:
+        # A transfer ends with its step: a step without encoding ends earlier.
+        self.sends_alone = may_send_alone and 0 < len(self.sent) < len(self._waiting)
+        if self.sends_alone:
             return None if starved is None or starved.sent else starved
         # Encoding ahead of a receiver comes last, and only while no bound transfer lacks memory.
         full = self._encode([transfer for transfer in bound if not transfer.sent], bound=True)

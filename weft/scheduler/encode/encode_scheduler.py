@@ -73,14 +73,14 @@ class EncodeScheduler:
         """Plans without a commit, with the transfers sent in each plan."""
         self._starved: ItemTransfer | None = None
         """The first bound transfer in order for which the pool was full; None without one."""
-        self._hurries = True
-        """True if stored embeddings may be sent in a separate step: the last step was no such step."""
+        self._may_send_alone = True
+        """True if the next step may only send stored embeddings. False directly after such a step."""
         self._admitted: list[int] = []
         """Sequences with the first work in the last plan."""
         self._blocked = False
         """True if nothing can be planned until something changes."""
-        self._whole = True
-        """True while there are ranks to offer transfers for."""
+        self._has_ranks = True
+        """False between ``lose`` and ``requeue_all``: no transfer is offered without ranks."""
 
     @property
     def embeddings(self) -> EncodeScheduler:
@@ -104,7 +104,7 @@ class EncodeScheduler:
         if full or live >= self._section.max_queued_requests:
             raise Overloaded(f"{live} sequences wait for their images already; try again later")
         sequence = self._book.add(submit)
-        if self._whole:
+        if self._has_ranks:
             self._offer(sequence)
         self._blocked = False
         return []
@@ -115,12 +115,13 @@ class EncodeScheduler:
         found = self._book.live.get(sequence)
         if found is None:
             # Remove the event: a late event would end a later attempt with the same id.
-            told = [event for event in self._events if event.sequence == sequence]
+            unreported = [event for event in self._events if event.sequence == sequence]
             self._events = [event for event in self._events if event.sequence != sequence]
-            return told
+            return unreported
         self._end(found, "abort", None, Cancelled("the client went away").info())
-        told, self._events = self._events[-1:], self._events[:-1]
-        return told
+        # `_end` has appended the terminal event of the sequence.
+        terminal, self._events = self._events[-1:], self._events[:-1]
+        return terminal
 
     def arrived(self, sequence: int) -> None:
         """Do nothing: a sequence waits only for transfers."""
@@ -134,11 +135,11 @@ class EncodeScheduler:
         unreported terminal events."""
         if (found := self._book.live.get(sequence)) is not None:
             self._end(found, "error", error, error)
-        return self._given_back()
+        return self._take_events()
 
     def expire(self, now: float) -> list[TokenEvent]:
-        """Return unreported events. Deadlines of transfers are checked where the transfers are kept."""
-        return self._given_back()
+        """Return unreported events. The deadlines of transfers are checked by the engine's transfers."""
+        return self._take_events()
 
     def lose(self) -> None:
         """Return all sequences to the router with the code "group_lost", after ranks were lost.
@@ -149,7 +150,7 @@ class EncodeScheduler:
         lost = RanksLost("processes of the group that encoded the images were lost").info()
         for sequence in list(self._book.live.values()):
             self._end(sequence, "evicted", lost, lost)
-        self._whole = False
+        self._has_ranks = False
 
     def requeue_all(self) -> list[TokenEvent]:
         """Restart after the group formed anew: end all sequences unless ``lose`` has done so, and offer the
@@ -159,14 +160,14 @@ class EncodeScheduler:
         blocks.
         """
         self._built = None
-        if self._whole:
+        if self._has_ranks:
             self.lose()
         self._in_flight.clear()
         self.cache.clear()
-        self._whole, self._blocked = True, False
+        self._has_ranks, self._blocked = True, False
         for sequence in self._book.live.values():
             self._offer(sequence)
-        return self._given_back()
+        return self._take_events()
 
     # ---- transfers
 
@@ -178,7 +179,7 @@ class EncodeScheduler:
         """
         transfer = self._book.get(event.key)
         if transfer is None:
-            return self._given_back()
+            return self._take_events()
         self._blocked = False
         match event:
             case TransferBound(_, start):
@@ -189,13 +190,13 @@ class EncodeScheduler:
                 self._failed(transfer, error)
             case TransferFreed():
                 self._failed(transfer, Unavailable("the transfer has ended").info())
-                self._let_go(transfer)
-        return self._given_back()
+                self._close(transfer)
+        return self._take_events()
 
     def transfer_requests(self) -> list[TransferRequest]:
         """Return and clear the requests to transfers, in order."""
-        asked, self._requests = self._requests, []
-        return asked
+        requests, self._requests = self._requests, []
+        return requests
 
     def transfer_blocks(self, key: TransferKey) -> tuple[Blocks, ...]:
         """Return the blocks of the transfer's embedding once pinned; else an empty table."""
@@ -236,8 +237,8 @@ class EncodeScheduler:
         """
         builder = self._begin()
         batch = EncodeBatch(self._book, self.cache, self._limits, self._step)
-        self._starved = batch.fill(self._starved, self._hurries)
-        self._hurries = not batch.hurried
+        self._starved = batch.fill(self._starved, self._may_send_alone)
+        self._may_send_alone = not batch.sends_alone
         # Nothing to send, encode or move: blocked until a commit, an event or a new sequence.
         if not self.cache.asks:
             self._blocked = True
@@ -258,7 +259,7 @@ class EncodeScheduler:
         Raises EngineDead if ``builder`` is not the last builder.
         """
         if self._built is None or builder is not self._built[0]:
-            raise EngineDead("a step is to be launched that is not the one that was built last")
+            raise EngineDead("only the step that was built last can be frozen")
         batch = self._built[1]
         plan = builder.freeze(self.cache.take_ops(self._step))
         sent = [] if batch is None else batch.sent
@@ -289,14 +290,14 @@ class EncodeScheduler:
         """Commit the oldest plan in flight, and request the end of the transfers sent in the plan. Return
         unreported terminal events. Raises EngineDead for any other plan."""
         if not self._in_flight or self._in_flight[0][0] is not plan or result.step != plan.step:
-            raise EngineDead(f"step {result.step} is committed out of turn")
+            raise EngineDead(f"step {result.step} is not the oldest step in flight")
         _, sent = self._in_flight.popleft()
         self.cache.committed(plan.step)
         # The step has run, so the embeddings are on the ranks and the transfers can finish.
         self._requests += [FinishTransfer(key=transfer.key) for transfer in sent if not transfer.over]
         self._steps += 1
         self._blocked = False
-        return self._given_back()
+        return self._take_events()
 
     def observe(self, plan: StepPlan, seconds: float, uncaptured: bool = False) -> None:
         """Do nothing: the policy does not depend on step times."""
@@ -350,7 +351,7 @@ class EncodeScheduler:
         """Close a received transfer and unpin the embedding. End the sequence with "moved" after the last
         transfer."""
         sequence = transfer.sequence
-        self._let_go(transfer)
+        self._close(transfer)
         if transfer.over or self._book.live.get(sequence.id) is not sequence:
             return
         sequence.left -= 1
@@ -365,16 +366,17 @@ class EncodeScheduler:
         the image again, and fail by a separate attempt. A pinned embedding keeps the transfer registered.
         """
         self._book.fail(transfer)
-        cannot = error.code == ImageFailed.code
-        if cannot and transfer.held is not None:
+        encoding_failed = error.code == ImageFailed.code
+        if encoding_failed and transfer.held is not None:
             self.cache.drop(transfer.held)
         if transfer.held is None:
             self._book.close(transfer)
         if self._book.live.get(transfer.sequence.id) is transfer.sequence:
             # Only the transfer that caused the encoding reports the error; others are retried by the router.
-            self._end(transfer.sequence, "error" if cannot and transfer.owner else "evicted", error, error)
+            finish = "error" if encoding_failed and transfer.owner else "evicted"
+            self._end(transfer.sequence, finish, error, error)
 
-    def _let_go(self, transfer: ItemTransfer) -> None:
+    def _close(self, transfer: ItemTransfer) -> None:
         """Close the transfer and unpin the embedding: nobody outside touches the embedding any more."""
         held, transfer.held = transfer.held, None
         self._book.close(transfer)
@@ -392,6 +394,6 @@ class EncodeScheduler:
         self._events.append(TokenEvent(sequence=sequence.id, finish=finish, error=error))
         self._blocked = False
 
-    def _given_back(self) -> list[TokenEvent]:
+    def _take_events(self) -> list[TokenEvent]:
         events, self._events = self._events, []
         return events

@@ -1,8 +1,8 @@
 """Images of prompts in the engine: stored embeddings, users of embeddings, and the encoding work of a step.
 
-Ranks only obey: the plan names the images to encode (``Encode``), moves (``MoveMedia``) and the embedding of
-each row (``BindMedia``). An embedding has the key of an image, so other prompts with the same image use the
-embedding too, until memory is needed: see ``weft.kv.embeddings``.
+Ranks decide nothing. The plan names the images to encode (``Encode``), the moves (``MoveMedia``) and the
+embedding of each row (``BindMedia``). The key of an embedding is the key of the image. So other prompts with
+the same image use the embedding until memory is needed: see ``weft.kv.embeddings``.
 
     a chunk computes the first position of an image   encoded or found; in use by the sequence from now on
     a chunk computes the last position of an image    unused by the sequence once the plan is made
@@ -188,9 +188,9 @@ class MediaBook:
         """Patches and bytes of pixels to encode in the next plan so far."""
         self.short = False
         """True if a chunk of the next plan waits for memory or for a received image."""
-        self.desperate = False
-        """True if nothing runs. Then a sequence with a slot may take image memory from sequences without a
-        slot."""
+        self.evict_slotless = False
+        """True if a sequence with a slot may take image memory from sequences without a slot. Set by the
+        scheduler when no row is in flight and an image lacks memory."""
         self.shards = limits is not None and limits.shards
         """True if each rank receives only a share of an embedding's rows."""
 
@@ -206,12 +206,12 @@ class MediaBook:
             return
         if sequence.media and self._limits.sections:
             sequence.spans = column(spans_of(sequence.media, self._limits.merge).ravel())
-        makes = self._limits.tower
-        sequence.relies = not sequence.fetches and not all(makes and item.pixels for item in sequence.media)
+        encodes = self._limits.tower
+        sequence.relies = not sequence.fetches and not all(encodes and item.pixels for item in sequence.media)
 
     def want(self, sequence: Sequence, key: bytes) -> None:
         """Register the need of a sequence without a slot for an embedding, stored or being received."""
-        self._use(sequence, key).counted = True
+        self._use_of(sequence, key).counted = True
 
     def wait(self, sequence: Sequence) -> None:
         """Protect the stored images of a preempted sequence, if other groups encoded the images."""
@@ -227,7 +227,7 @@ class MediaBook:
         self.leave(sequence)
         for item in sequence.media:
             if item.start + item.count > computed and self.cache.find(item.key) is not None:
-                use = self._use(sequence, item.key)
+                use = self._use_of(sequence, item.key)
                 use.runs, use.counted = True, item.key in counted
 
     def leave(self, sequence: Sequence) -> None:
@@ -251,10 +251,10 @@ class MediaBook:
 
         An image still being received for another sequence counts as missing too.
         """
-        makes = self._limits is not None and self._limits.tower
+        encodes = self._limits is not None and self._limits.tower
         return any(
             item.start + item.count > start
-            and not (makes and item.pixels)
+            and not (encodes and item.pixels)
             and not ((held := self.cache.find(item.key)) is not None and held.ready)
             for item in sequence.media
         )
@@ -351,7 +351,7 @@ class MediaBook:
             self._step = step
             self._patches = self._pixels = 0
 
-    def _use(self, sequence: Sequence, key: bytes) -> _Use:
+    def _use_of(self, sequence: Sequence, key: bytes) -> _Use:
         """Return the use of ``key`` by ``sequence``; create the use if missing."""
         users = self._users.setdefault(key, {})
         use = users.get(sequence.id)
@@ -371,23 +371,25 @@ class MediaBook:
             self._uses[sequence].discard(held.key)
 
     def _may_go(self, key: bytes, order: tuple[int, int, int]) -> bool:
-        """Return True if the next plan may evict ``key`` for a sequence of order ``order`` without a read of
-        ``key``."""
+        """Return True if the next plan may evict the embedding ``key`` for a sequence that does not read
+        ``key``. ``order``: ``Sequence.key`` of that sequence."""
         users = self._users.get(key)
         if users is None:
             return True
-        # Not evictable: read by the plan, or needed by an earlier sequence (with a slot, unless desperate).
+        # Not evictable: read by the plan, or needed by an earlier sequence. The need of an earlier sequence
+        # without a slot does not count with `evict_slotless`.
         return not any(
             use.step == self._step
-            or (not use.over and use.order < order and (use.runs or not self.desperate))
+            or (not use.over and use.order < order and (use.runs or not self.evict_slotless))
             for use in users.values()
         )
 
     def _victims(self, wanted: set[bytes], sequence: Sequence) -> Iterator[Embedded]:
         """Yield the victims for the embeddings ``wanted`` by ``sequence``, in eviction order.
 
-        First unused embeddings, oldest first. Then embeddings wanted only by sequences without a slot, last
-        sequence in order first. Then the rest. A caller with enough free blocks reads none, at no cost.
+        First unused embeddings, least recently used first. Then embeddings wanted only by sequences without a
+        slot, last sequence in order first. Then all others. The generator does no work before the first
+        ``next``, so a caller with enough free blocks pays nothing.
         """
         may_go = [
             held
@@ -417,17 +419,17 @@ class MediaBook:
         """Make the image readable in the plan and return the update for the row. Records the use, which ends
         with the last position of the image."""
         # Encoding, lifting and gathering come in this order, all before the rows of the plan.
-        held = self._have(item, sequence, wanted)
+        held = self._on_device(item, sequence, wanted)
         if not held.whole:
             self.cache.op(GatherMedia(blocks=held.ids, count=held.count))
             held.whole = True
         self.cache.touch(held, self._step)
-        use = self._use(sequence, item.key)
+        use = self._use_of(sequence, item.key)
         use.step, use.runs = self._step, True
         use.over = sequence.media_ends[item.key] <= end
         return binding(item, slot, held.ids, self._limits)
 
-    def _have(self, item: MediaItem, sequence: Sequence, wanted: set[bytes]) -> Embedded:
+    def _on_device(self, item: MediaItem, sequence: Sequence, wanted: set[bytes]) -> Embedded:
         """Return the embedding of ``item`` on the device with the next plan: found, lifted from the host or
         encoded.
 
@@ -435,14 +437,14 @@ class MediaBook:
         """
         held = self.cache.find(item.key)
         if held is not None:
-            use = self._use(sequence, item.key)
+            use = self._use_of(sequence, item.key)
             self.cache.hits += use.step < 0 and not use.counted
             if not held.on_host or self.cache.lift(held, self._victims(wanted, sequence)):
                 return held
-            raise EngineDead("an image is read without room for its embedding")
+            raise EngineDead("no memory for the embedding of an image that a row reads")
         held = self.cache.add(item.key, item.count, self._victims(wanted, sequence))
         if held is None:
-            raise EngineDead("an image is encoded without room for its embedding")
+            raise EngineDead("no memory for the embedding of an image to encode")
         self._patches += patches_of(item)
         self._pixels += len(item.pixels)
         self.cache.encoded += 1

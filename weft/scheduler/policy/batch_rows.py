@@ -14,6 +14,7 @@ from __future__ import annotations
 EVERY = 8
 """Batches would starve on a server with an online prompt in every step."""
 BESIDE = 64
+"""Maximum prompt tokens of batches in a step soon after online work."""
 RECENT = 1024
 """Steps after the last step with an online sequence. The next online request may come at any time."""
 
@@ -31,7 +32,8 @@ class BatchRows:
         self._most = max(least, BESIDE)
         self._left = self._recent = self._steps = 0
         self._prompt = self._served = False
-        """Of the last plan: an online prompt was there; the plan has a chunk of an online prompt."""
+        """Facts about the last plan: an online prompt waited or was prefilled; the plan has a chunk of an
+        online prompt."""
         self.pauses = False
         """True if the plan has no rows of batches."""
 

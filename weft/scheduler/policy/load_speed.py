@@ -10,8 +10,8 @@ LARGE = 1 << 20
 _NEW = 0.3
 """Weight of a new measurement."""
 _TRUST = 1.02
-"""Growth of the rate for each refused load, up to the best measurement, because a refused load measures
-nothing: a disk that was slow for some time is tried again. The latency shrinks alike."""
+"""Factor for each refused load: the rate grows and the latency shrinks, up to the best measurement. A refused
+load is no measurement. Without the factor, a disk that was slow once would never be tried again."""
 
 
 class LoadSpeed:
@@ -31,7 +31,7 @@ class LoadSpeed:
         return self.latency + nbytes / self.rate
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        """Learn from a command that loaded ``nbytes`` in ``seconds``, both above 0."""
+        """Record a command that loaded ``nbytes`` in ``seconds``, both above 0."""
         if nbytes < LARGE:
             self._best_latency = min(self._best_latency, seconds)
             self.latency += _NEW * (seconds - self.latency)

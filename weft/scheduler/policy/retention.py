@@ -56,7 +56,7 @@ class Retention:
             return
         retained = hashes[: min(computed // self._block, self._most)]
         before = self._sessions.pop(session, None)
-        names = self._caches.keep(retained)  # first: blocks of both turns stay retained
+        names = self._caches.retain(retained)  # first: blocks of both turns stay retained
         if before is not None:
             self._drop(before)
         if not retained:
@@ -78,5 +78,5 @@ class Retention:
         self.blocks = 0
 
     def _drop(self, retained: _Retained) -> None:
-        self._caches.unkeep(retained.names)
+        self._caches.end_retention(retained.names)
         self.blocks -= retained.blocks

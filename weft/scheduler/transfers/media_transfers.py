@@ -89,7 +89,7 @@ class MediaTransfers:
                 pass  # only for senders
         self._follow()
         self._changed()
-        return self._state.transfers.given_back()
+        return self._state.transfers.take_events()
 
     def transfer_requests(self) -> list[TransferRequest]:
         """Answer open offers, which may reserve memory and return sequences to the router. Return and clear

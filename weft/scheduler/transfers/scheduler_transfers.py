@@ -272,7 +272,7 @@ class SchedulerTransfers:
         """
         sequence = record.sequence
         state = self._state
-        state.part(record.key)
+        state.release_sender(record.key)
         self._book.close(record)
         tables = sequence.tables
         if not isinstance(sequence.state, Fetching) or tables is None:
@@ -310,7 +310,7 @@ class SchedulerTransfers:
         state = self._state
         sequence = record.sequence
         record.over = True
-        state.part(record.key)
+        state.release_sender(record.key)
         if state.live.get(sequence.id) is sequence:
             state.return_to_router(sequence, "the KV transfer of the sequence failed", error)
 

@@ -211,7 +211,7 @@ class RemoteStore(RecordStore):
         return len(data)
 
     def _fail(self, error: Exception) -> None:
-        """Ask nothing for a while. From any thread."""
+        """Send no request for ``_backoff`` seconds. Called from any thread."""
         if self._away is None:
             _log.warning("the remote KV store does not answer (%s); its blocks are computed", error)
         self._away = time.monotonic() + self._backoff

@@ -132,8 +132,8 @@ def load_spec(
     """
     if mtp:
         raise ConfigError(
-            "--speculative-method mtp: the implementation of transformers has no module that predicts "
-            "further tokens; use --speculative-method ngram or none",
+            "--speculative-method mtp: the implementation of transformers has no multi-token prediction "
+            "module; use --speculative-method ngram or none",
             param="--speculative-method",
         )
     spec = probed_spec(path, architecture, layers)

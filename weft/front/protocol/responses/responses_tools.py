@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from weft.common.errors import InvalidRequest
-from weft.front.protocol.held_schemas import say_left_out
+from weft.front.protocol.enforceable_schemas import log_unenforced
 from weft.front.protocol.parse import convert, printable
 from weft.front.protocol.responses.protocol import (
     ChooseAllowed,
@@ -179,7 +179,7 @@ def _custom(tool: CustomTool, name: str) -> Tool:
             f"tools: the grammar of {name} has more than {MAX_GRAMMAR} characters", param="tools"
         )
     if (pattern := form.pattern) is None:
-        say_left_out(f"tool {name}", "the grammar of its input")
+        log_unenforced(f"tool {name}", "the grammar of its input")
         return Tool(name=name, description=about, parameters=_input())
     return Tool(name=name, description=about, parameters=_input(pattern), strict=True, yields=True)
 

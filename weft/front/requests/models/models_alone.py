@@ -57,7 +57,7 @@ class ModelsAlone(SharedModels):
         a model."""
         self._prove = prove
         self._hub.join()
-        self._look()
+        self._follow_record()
         self._ticking = asyncio.create_task(self._tick())
         loop, until = asyncio.get_running_loop(), math.inf
         while not self.loaded or (self._connecting() and loop.time() < until):

@@ -117,7 +117,7 @@ def split_keys(
     KEY:MODEL+MODEL. ``models``: every name of a model -> first name of the model.
 
     The part behind the last colon counts only if all its words are names of models. Otherwise the colon
-    belongs to the key. Raises ConfigError for a key that stands twice.
+    belongs to the key. Raises ConfigError for a key that occurs twice.
     """
     plain: list[str] = []
     of_key: dict[int, tuple[str, ...]] = {}
@@ -129,8 +129,7 @@ def split_keys(
             key = begin
         if key in plain:
             raise ConfigError(
-                "an API key stands twice in --api-key: give the key once, with all its models as "
-                "KEY:MODEL+MODEL",
+                "--api-key has the same key twice: give the key once, with all its models as KEY:MODEL+MODEL",
                 param="--api-key",
             )
         plain.append(key)

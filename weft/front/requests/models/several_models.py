@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 TICK_S = 0.5
-"""Seconds between two looks at times."""
+"""Seconds between two reports of the time to the table of models."""
 
 Prove = Callable[["Front"], Awaitable[None]]
 """Generates a first token with every engine of a model. Raises WeftError."""
@@ -257,8 +257,8 @@ class SeveralModels:
     # -- life ---------------------------------------------------------------------------------------
 
     async def start(self, prove: Prove) -> None:
-        """Load the models that the settings want at the start, all at once. Return when all are loaded.
-        Raises the error of the first model that does not load."""
+        """Load the models with ``load: start``, all at once. Return when all are loaded. Raises the error of
+        the first model that does not load."""
         self._prove = prove
         self._ticking = asyncio.create_task(self._tick())
         self._carry_out(self._table.start(self._clock.now()))
@@ -302,7 +302,7 @@ class SeveralModels:
         asked = await named_in(body, self._front.threads)
         slot = self._find(asked, client)
         if line and not self.table.admits(slot.name):
-            # The load of the model was the batch's own wish, see ``batch_wants``. The line runs again later.
+            # A line does not load its model: `batch_wants` does. The line runs again later.
             raise Unavailable(f"the model {slot.name} is not loaded")
         waited = await self._up(slot)
         # No await from here on: the table counts the request before anything else can happen.
@@ -723,7 +723,7 @@ def ended(task: asyncio.Task[None] | None) -> bool:
 
 
 def cost_of(plan: ModelPlan, num_blocks: Sequence[int]) -> int:
-    """Return the bytes of a loaded model; 0 if the weight files have gone meanwhile."""
+    """Return the bytes of a loaded model; 0 if the weight files were deleted after the load."""
     try:
         return model_cost(plan.groups, num_blocks)
     except OSError:

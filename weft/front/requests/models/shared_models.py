@@ -4,8 +4,9 @@ loaded (``weft.control.model_fronts``).
     record of the supervisor ─► connect, close, wake or refuse the requests that wait
     requests begin and end   ─► counts for the supervisor, ``REPORT_S`` later
 
-A request begins by the last record, without a message. An API server that reports a version has acted on the
-version: no request begins at a model that drains in the record.
+The last record decides whether a request begins, without a message to the supervisor. An API server reports
+the version of a record after acting on the record. From then on no request begins at a model that drains in
+the record.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from weft.tracing.writer import SpanWriter
 log = get_logger(__name__)
 
 LOOK_S = 0.05
-"""Seconds between two looks at the record."""
+"""Seconds between two reads of the record."""
 REPORT_S = 0.02
 """Seconds from a change of the counts to the report."""
 BETWEEN_S = 0.1
-"""Minimum seconds between two reports. Each report costs the supervisor a look at all processes."""
+"""Minimum seconds between two reports. For each report the supervisor checks all processes."""
 RETRY_S = 1.0
 """Seconds until the next attempt to connect to the engines of a loaded model."""
 JOIN_S = 20.0
@@ -72,7 +73,7 @@ class ModelHub(Protocol):
         """Report the last seen version, and the use of the models whose use has changed."""
 
     def ready(self, model: str, load: int, cost: int = 0, error: WeftError | None = None) -> None:
-        """Report a load that works, or does not: see ``LoadSeen``."""
+        """Report the outcome of a load: see ``LoadSeen``."""
 
     async def ask(self, model: str, what: Any, seconds: float = 0.0) -> None:
         """Send the command of an operator: see ``ModelAsked``. Return when the next record shows the command.
@@ -131,11 +132,11 @@ class SharedModels(SeveralModels):
         self._take(self._hub.record())
 
     def _states(self, models: ModelSet) -> SharedModels:
-        """The owner of the engines decides. The last record has the states."""
+        """Return the states of the last record: the owner of the engines decides."""
         return self
 
     def _register(self) -> None:
-        """All API servers see the same states, so the page has the states once."""
+        """Register nothing: all API servers see the same states, so the page shows the states once."""
         self.metrics.engines.register(several_pages.ModelsCollector(self))
 
     # -- states
@@ -162,7 +163,7 @@ class SharedModels(SeveralModels):
         does not load. An API server that joins a running server waits for the loaded models alone, and raises
         no such error."""
         self._prove = prove
-        self._look()
+        self._follow_record()
         self._ticking = asyncio.create_task(self._tick())
         first = [slot for slot in self._slots.values() if self._awaited(slot)]
         await asyncio.gather(*(slot.settled.wait() for slot in first))
@@ -193,20 +194,20 @@ class SharedModels(SeveralModels):
         await super().close(shutdown=False)
 
     async def _tick(self) -> None:
-        """Look at the record until a cancellation."""
+        """Act on the record regularly, until a cancellation."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self._look_safely()
+            self._follow_record_safely()
 
-    def _look_safely(self) -> None:
+    def _follow_record_safely(self) -> None:
         try:
-            self._look()
+            self._follow_record()
         except Exception:
             log.exception("unexpected error in the states of the models; the API server continues")
 
     # -- the record
 
-    def _look(self) -> None:
+    def _follow_record(self) -> None:
         """Act on the present record, and report the version."""
         record = self._hub.record()
         if record is None or self._closing:
@@ -335,7 +336,7 @@ class SharedModels(SeveralModels):
         """Report the version that this API server has acted on, with the counts of the same moment."""
         self._reporting = None
         assert self._record is not None
-        if self._hub.behind:  # the owner stands still: later counts take the place of these
+        if self._hub.behind:  # the owner does not read: a later report replaces this report
             self._reporting = asyncio.get_running_loop().call_later(LOOK_S, self._report)
             return
         self._reported, self._due = self._record.version, asyncio.get_running_loop().time() + BETWEEN_S
@@ -352,7 +353,7 @@ class SharedModels(SeveralModels):
 
     def listed(self, client: int | None = None) -> list[ModelStatus]:
         """See ``SeveralModels.listed``. A command through another API server shows at once."""
-        self._look_safely()
+        self._follow_record_safely()
         return super().listed(client)
 
     async def load(self, name: str) -> ModelStatus:
@@ -378,9 +379,10 @@ class SharedModels(SeveralModels):
 
     async def _ask(self, slot: Slot, what: str, seconds: float = 0.0) -> ModelStatus:
         """Send a command, and return the state after the command. Raises WeftError."""
-        if self._reporting is not None:  # the counts of before the command come first
+        if self._reporting is not None:  # counts from before the command must arrive before the command
             self._reporting.cancel()
             self._report()
         await self._hub.ask(slot.name, what, seconds)
-        self._look()  # refusals of before the command reach no request that comes later
+        # Act on the new record now: later requests must see no refusal from before the command.
+        self._follow_record()
         return self.status(slot.name)

@@ -18,31 +18,31 @@ from weft.text.parsing.parser import Tool
 from weft.types.grammar import JsonSchema
 
 log = get_logger(__name__)
-MAX_SAID = 200
+MAX_LOGGED = 200
 """Maximum number of different log lines about dropped keywords. Clients choose the schemas."""
 _OPEN = {"type": "object", "additionalProperties": True}
 
 
-def tools_held(tools: Sequence[Tool]) -> tuple[Tool, ...]:
+def enforceable_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
     """Return ``tools`` without keywords that no grammar can enforce. Strict tools stay unchanged, except
     yielding tools."""
-    return tuple(tool if _firm(tool) else _held(tool) for tool in tools)
+    return tuple(tool if _keeps_schema(tool) else _enforceable(tool) for tool in tools)
 
 
-def tools_open(tools: Sequence[Tool]) -> tuple[Tool, ...]:
+def open_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
     """Return ``tools`` with any object as arguments. Strict tools stay unchanged, except yielding tools."""
     return tuple(
-        tool if _firm(tool) else msgspec.structs.replace(tool, parameters=_OPEN, strict=False)
+        tool if _keeps_schema(tool) else msgspec.structs.replace(tool, parameters=_OPEN, strict=False)
         for tool in tools
     )
 
 
-def all_firm(tools: Sequence[Tool]) -> bool:
-    """Return True if no schema may lose a keyword."""
-    return all(map(_firm, tools))
+def all_strict(tools: Sequence[Tool]) -> bool:
+    """Return True if no schema of ``tools`` may lose a keyword."""
+    return all(map(_keeps_schema, tools))
 
 
-def form_held(form: JsonSchema, param: str, error: InvalidRequest) -> JsonSchema:
+def enforceable_form(form: JsonSchema, param: str, error: InvalidRequest) -> JsonSchema:
     """Return ``form`` without keywords that a grammar cannot enforce, and log the keywords.
 
     Raises ``error`` if there is no such keyword.
@@ -51,14 +51,14 @@ def form_held(form: JsonSchema, param: str, error: InvalidRequest) -> JsonSchema
     made, left_out = loosened(schema, LLGUIDANCE) if isinstance(schema, dict) else (schema, [])
     if not left_out:
         raise error
-    _say(param, left_out)
+    _log_left_out(param, left_out)
     return JsonSchema(schema=json.dumps(made, ensure_ascii=False), compact=form.compact)
 
 
-def blamed(error: InvalidRequest, tools: Sequence[Tool]) -> InvalidRequest:
+def with_tool_at_fault(error: InvalidRequest, tools: Sequence[Tool]) -> InvalidRequest:
     """Return ``error`` with the tool and the place in the schema, if one schema alone is the reason.
 
-    The grammar of a family that writes one parameter at a time knows neither.
+    ``error`` of a model family that writes one parameter at a time names neither the tool nor the place.
     """
     for number, tool in enumerate(tools):
         try:
@@ -73,7 +73,7 @@ def blamed(error: InvalidRequest, tools: Sequence[Tool]) -> InvalidRequest:
     return error
 
 
-def advised(error: InvalidRequest, form: object, may_loosen: bool) -> InvalidRequest:
+def with_hint(error: InvalidRequest, form: object, may_loosen: bool) -> InvalidRequest:
     """Return ``error`` with a hint, if dropping a keyword of the schema would help. ``may_loosen``: the
     request has a field ``strict``, which drops the keyword."""
     if not isinstance(form, JsonSchema):
@@ -87,11 +87,12 @@ def advised(error: InvalidRequest, form: object, may_loosen: bool) -> InvalidReq
     return InvalidRequest(error.message + way, param=error.param, code=error.error_code)
 
 
-def _firm(tool: Tool) -> bool:
+def _keeps_schema(tool: Tool) -> bool:
+    """Return True if the schema of ``tool`` must be enforced as a whole."""
     return tool.strict and not tool.yields
 
 
-def _held(tool: Tool) -> Tool:
+def _enforceable(tool: Tool) -> Tool:
     """Return ``tool`` not strict, without keywords that a grammar cannot enforce (logged).
 
     An invalid schema is replaced by a schema for any object.
@@ -100,21 +101,21 @@ def _held(tool: Tool) -> Tool:
         made, left_out = loosened(tool.arguments, LLGUIDANCE)
     except InvalidRequest:
         return msgspec.structs.replace(tool, parameters=_OPEN, strict=False)
-    _say(f"tool {tool.name}", left_out)
+    _log_left_out(f"tool {tool.name}", left_out)
     return msgspec.structs.replace(tool, parameters=made, strict=False)
 
 
-def say_left_out(where: str, what: str) -> None:
-    """Log a constraint that no grammar can enforce: only the first time, and at most ``MAX_SAID`` lines."""
-    if _said.cache_info().currsize < MAX_SAID:
-        _said(f"{printable(where, 80)}: {printable(what, 240)}")
+def log_unenforced(where: str, what: str) -> None:
+    """Log a constraint that no grammar can enforce: only the first time, and at most ``MAX_LOGGED`` lines."""
+    if _log_once.cache_info().currsize < MAX_LOGGED:
+        _log_once(f"{printable(where, 80)}: {printable(what, 240)}")
 
 
-def _say(where: str, left_out: Sequence[LeftOut]) -> None:
+def _log_left_out(where: str, left_out: Sequence[LeftOut]) -> None:
     for one in left_out:
-        say_left_out(where, f"{one.keyword} (at {one.at or '/'})")
+        log_unenforced(where, f"{one.keyword} (at {one.at or '/'})")
 
 
-@functools.lru_cache(MAX_SAID)
-def _said(line: str) -> None:
+@functools.lru_cache(MAX_LOGGED)
+def _log_once(line: str) -> None:
     log.warning("no grammar can enforce this part of a schema, so outputs may violate it: %s", line)

@@ -1,7 +1,7 @@
-"""Ranks as threads of one process whose Triton kernels run in the interpreter at the same time.
+"""Triton's interpreter in tests: less work per launch, and launches of several threads at the same time.
 
-The interpreter keeps the place in the grid in one object, and patches ``triton.language`` for the time of a
-launch. Both assume one launch at a time.
+The interpreter patches ``triton.language`` for the time of a launch, and again at each call of a device
+function, for milliseconds each. It also keeps the place in the grid in one object.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from weft.ops.triton import interpreting
+_lock = threading.Lock()
+_patched: Any = None
 
 
 class _Nothing:
@@ -24,29 +25,41 @@ class _Nothing:
     def restore(self) -> None: ...
 
 
-@contextmanager
-def launches_beside_each_other() -> Iterator[None]:
-    """Let several threads run interpreted kernels. Skip the test without the interpreter."""
-    if not interpreting():
-        pytest.skip("needs Triton's interpreter")
-    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+def patch_language_once() -> None:
+    """Let patches of ``triton.language`` stay until the process ends, if the interpreter is imported."""
+    global _patched
+    interpreter: Any = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None or interpreter._patch_lang is _patched:
+        return
     language: Any = importlib.import_module("triton.language")
-    here, lock = threading.local(), threading.Lock()
-    original, made = interpreter._patch_lang, dict[tuple[bool, bool], Any]()
+    original, made = interpreter._patch_lang, set[tuple[bool, bool]]()
 
     def patched(fn: Any) -> _Nothing:
         """Patch the modules that ``fn`` uses, at the first time."""
         used = list(fn.__globals__.values())
         key = (any(one is language for one in used), any(one is language.core for one in used))
-        with lock:
+        with _lock:
             if key not in made:
-                made[key] = original(fn)
+                original(fn)
+                made.add(key)
         return _Nothing()
 
+    interpreter._patch_lang = _patched = patched
+
+
+@contextmanager
+def launches_beside_each_other() -> Iterator[None]:
+    """Let several threads run interpreted kernels. Skip the test without the interpreter."""
+    from weft.ops.triton import interpreting  # imports torch, which tests/conftest.py imports late
+
+    if not interpreting():
+        pytest.skip("needs Triton's interpreter")
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    patch_language_once()
+    here = threading.local()
     patch = pytest.MonkeyPatch()
     switching = sys.getswitchinterval()
     try:
-        patch.setattr(interpreter, "_patch_lang", patched)
         for name in ("grid_idx", "grid_dim"):
             patch.delattr(interpreter.interpreter_builder, name, raising=False)
             patch.setattr(interpreter.InterpreterBuilder, name, _of_thread(here, name), raising=False)
@@ -55,8 +68,6 @@ def launches_beside_each_other() -> Iterator[None]:
     finally:
         sys.setswitchinterval(switching)
         patch.undo()
-        for scope in reversed(made.values()):
-            scope.restore()
 
 
 def _of_thread(here: threading.local, name: str) -> property:

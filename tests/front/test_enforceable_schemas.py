@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from tests.support.text_folders import TOOL_TEMPLATE, TOOL_TOKENS, write_tokenizer
 from weft.common.errors import InvalidRequest, WeftError
-from weft.front.protocol import held_schemas
+from weft.front.protocol import enforceable_schemas
 from weft.front.protocol.messages.read_messages import read_messages
 from weft.front.protocol.responses.read import NONE, read_response
 from weft.front.requests.read_ollama import read_ollama_chat
@@ -108,7 +108,7 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
 
 @pytest.fixture(autouse=True)
 def _nothing_said() -> None:
-    held_schemas._said.cache_clear()
+    enforceable_schemas._log_once.cache_clear()
 
 
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
@@ -270,7 +270,7 @@ def test_a_grammar_that_no_call_can_hold_is_told_and_logged(
     assert job.grammar is None
     assert "tool patch" in caplog.text
     caplog.clear()
-    held_schemas._said.cache_clear()
+    enforceable_schemas._log_once.cache_clear()
     assert custom(coder, "lark", PATCH).grammar is None, "its calls are no JSON"
     assert custom(coder, "lark", PATCH, tool_choice="required").grammar is not None
     assert custom(hermes, "regex", "(?=x)x").grammar is None
@@ -278,9 +278,9 @@ def test_a_grammar_that_no_call_can_hold_is_told_and_logged(
 
 
 def test_a_log_that_clients_cannot_fill(caplog: pytest.LogCaptureFixture) -> None:
-    for number in range(held_schemas.MAX_SAID + 50):
-        held_schemas.say_left_out(f"tool {number}", "x" * 5000)
-    assert len(caplog.messages) == held_schemas.MAX_SAID
+    for number in range(enforceable_schemas.MAX_LOGGED + 50):
+        enforceable_schemas.log_unenforced(f"tool {number}", "x" * 5000)
+    assert len(caplog.messages) == enforceable_schemas.MAX_LOGGED
     assert max(map(len, caplog.messages)) < 500
 
 
