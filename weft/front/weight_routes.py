@@ -258,8 +258,8 @@ _CALLS: dict[str, tuple[type[Body], Callable[[Front, Any], Awaitable[None]]]] = 
 
 
 async def _carry(front: Front, request: Request, asked: Body) -> None:
-    """Carry out a call on the API server that carries out updates. ``?model=`` replaces an empty field. Raises
-    the errors of the call, and Unavailable if the other API server does not answer."""
+    """Carry out a call on the API server that carries out updates. ``?model=`` replaces an empty field.
+    Raise the errors of the call, and Unavailable if the other API server does not answer."""
     if not getattr(asked, "model", "") and (model := request.query_params.get("model")):
         asked = msgspec.structs.replace(asked, model=model)
     name, run = next((name, run) for name, (kind, run) in _CALLS.items() if isinstance(asked, kind))

@@ -252,8 +252,8 @@ class Planner:
                 return
             if sequence.tables is None and state.load_first(sequence, needed):
                 if builder.rows or state.in_flight:
-                    return  # Most loads end before the next step. A later prompt in this step would cause delay.
-                promised = self._taken()
+                    return  # Most loads end before the next step. A later prompt now would cause delay.
+                promised = self._promised_or_loading()
                 continue  # No step would follow, so plan the sequence behind now.
             if yielding is not None:
                 state.waiting.invite(sequence)
