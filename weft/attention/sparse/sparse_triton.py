@@ -181,8 +181,8 @@ class TritonSparse(SparseBackend):
         from weft.ops.triton import sparse
 
         heads = q.shape[1]
-        sets = [_cache(core, kind) for kind in (reads.entries, reads.groups)]
-        fp8 = any(one is not None and len(one[0]) > 1 for one in sets)
+        entries, groups = _cache(core, reads.entries), _cache(core, reads.groups)
+        fp8 = any(one is not None and len(one[0]) > 1 for one in (entries, groups))
         form = forms.sparse(heads, q.dtype, fp8)
         group = max(size for size in range(1, form.tile_m + 1) if heads % size == 0)
         front = 0 if reads.entries is None else _steps(reads.window, form.tile_n)
@@ -196,7 +196,8 @@ class TritonSparse(SparseBackend):
             sparse.attend(
                 q.contiguous(),
                 whole,
-                *sets,
+                entries,
+                groups,
                 selected,
                 segment.q_offsets,
                 segment.starts,
