@@ -125,9 +125,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_checkpoint(tmp_path_factory.mktemp("programs"), request.param)
 
 
-def _answers(folder: Path, *, replay: bool, dtype: str = "bfloat16", broken: bool = False) -> Any:
+def _answers(
+    folder: Path, *, replay: bool, dtype: str = "bfloat16", broken: bool = False, kv_cache_dtype: str = "auto"
+) -> Any:
     """Return (logits by seed and position, replayed steps) of five sequences of different lengths."""
-    engine, runner = make_engine(folder, dtype, "cpp", max_num_seqs=4, replay=replay)
+    engine, runner = make_engine(
+        folder, dtype, "cpp", max_num_seqs=4, replay=replay, kv_cache_dtype=kv_cache_dtype
+    )
     if broken:
         assert runner.graphs is not None
         runner.graphs._options = replace(runner.graphs._options, capture=_refuse)
