@@ -110,7 +110,7 @@ def test_a_classifier_with_one_label_scores_pairs(tmp_path: Path) -> None:
         made = llm.score("cats?", TEXTS, use_tqdm=False)
         with pytest.raises(InvalidRequest, match="instruction"):
             llm.score("cats?", TEXTS, instruction="judge", use_tqdm=False)
-        with pytest.raises(InvalidRequest, match="as many queries"):
+        with pytest.raises(InvalidRequest, match="one query for each document"):
             llm.score(["a", "b"], TEXTS, use_tqdm=False)
     for text, one in zip(TEXTS, made, strict=True):
         (number,) = numbers_of(model, tokenizer.encode("cats?", text).ids)

@@ -583,7 +583,7 @@ def test_a_plan_that_contradicts_the_table_is_never_sent() -> None:
     rig.step()
     rig.ranks.settle()
     sent = rig.ranks.net.sent(rig.ranks.peer(1), True)
-    with pytest.raises(EngineDead, match=r"is not in it|free|sequence"):
+    with pytest.raises(EngineDead, match="slot that is free"):
         rig.ranks.engine.forward(StepPlan(step=1, ops=(FreeSlot(slot=11, gen=1),)))
     assert rig.ranks.net.sent(rig.ranks.peer(1), True) == sent
 

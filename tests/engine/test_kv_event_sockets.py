@@ -47,9 +47,9 @@ def wait(done: Callable[[], bool]) -> None:
         ("ipc:///run/a", "ipc:///run/a-1", 1),
     ],
 )
-def test_addresses_that_meet_are_refused(events: str, replay: str, highest: int) -> None:
+def test_overlapping_addresses_are_refused(events: str, replay: str, highest: int) -> None:
     settings = EventsSection(kv_events_endpoint=events, kv_events_replay_endpoint=replay)
-    with pytest.raises(ConfigError, match=r"--kv-events-replay-endpoint .* meets"):
+    with pytest.raises(ConfigError, match=r"--kv-events-replay-endpoint .* overlaps"):
         check_events(settings, highest)
     if highest:
         check_events(settings, highest - 1)

@@ -335,7 +335,7 @@ def test_without_prefix_caching_there_are_no_events(
     engine, _ = make_engine(folder, caching=False, events=section(tmp_path))
     engine.close()
     assert engine._kv_events is None
-    assert "keeps no whole prefixes" in caplog.text
+    assert "no KV cache events" in caplog.text
 
 
 def test_the_bytes_are_those_of_vllm() -> None:

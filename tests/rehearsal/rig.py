@@ -102,7 +102,7 @@ class Answers:
         self._counts: np.ndarray | None = None
         made.stand_in = self._fill
         answers = self
-        start, sample = HostCopy.__init__, runner_module.Runner._sample_whole
+        start, sample = HostCopy.__init__, runner_module.Runner._sample_step
 
         def noted(copy: HostCopy, output: Any, accepted: Any = None, *rest: Any) -> None:
             answers._accepted = accepted
@@ -116,7 +116,7 @@ class Answers:
             return sample(runner, handle, masks)
 
         patch.setattr(HostCopy, "__init__", noted)
-        patch.setattr(runner_module.Runner, "_sample_whole", sampled)
+        patch.setattr(runner_module.Runner, "_sample_step", sampled)
 
     _plan: StepPlan
 

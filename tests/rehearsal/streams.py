@@ -56,7 +56,7 @@ EVENTS: dict[str, Event] = {
         after=COMPUTE,
         before=HOST,
         recorded=(_RESULT, "__init__"),
-        waited=(_RESULT, "there"),
+        waited=(_RESULT, "is_complete"),
         why="the host reads a step's result when the copies have arrived",
     ),
     "forked": Event(

@@ -32,7 +32,7 @@ APPEND_LAUNCHES = 1
 
 @dataclass
 class Step:
-    """The launches of one step, in ``Runner._forward_whole``."""
+    """The launches of one step, in ``Runner._forward_step``."""
 
     plan: StepPlan
     labels: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -50,7 +50,7 @@ class Step:
 
 def watched(seen: list[Step]) -> Callable[[pytest.MonkeyPatch], None]:
     """Return a function that records the launches of all forward passes in ``seen``."""
-    use, replay, forward = Rehearsal.use, stand_ins.Graph.replay, Runner._forward_whole
+    use, replay, forward = Rehearsal.use, stand_ins.Graph.replay, Runner._forward_step
     open_steps: list[Step] = []
 
     def used(self: Rehearsal, label: str, *given: Any, actor: str | None = None) -> None:
@@ -73,7 +73,7 @@ def watched(seen: list[Step]) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Rehearsal, "use", used)
         patch.setattr(stand_ins.Graph, "replay", replayed)
-        patch.setattr(Runner, "_forward_whole", watch)
+        patch.setattr(Runner, "_forward_step", watch)
 
     return plant
 

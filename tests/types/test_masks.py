@@ -31,10 +31,10 @@ def test_there_is_one_for_each_sampled_entry_at_most() -> None:
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        (masks(5), "does not sample"),
-        (masks(-1), "does not sample"),
+        (masks(5), "the step lacks"),
+        (masks(-1), "the step lacks"),
         (masks(1, 1), "in order"),
-        (masks(2, 1), "in order|does not sample"),
+        (masks(2, 1), "in order|the step lacks"),
         (masks(3, words=2), "wide"),
         (TokenMasks(entries=EMPTY, words=column([1])), "wide"),
     ],

@@ -213,9 +213,8 @@ class Planner:
         """Admit waiting sequences in order, while slot, budget and blocks for all known ids are free. Sets
         ``starved`` if blocks are short.
 
-        If only a slot is missing, a running sequence may give up a slot, see ``crowding``. No further
-        sequence gives up a slot while steps in flight still name the released slot. A sequence with a lost
-        image is returned to the router.
+        If only a slot is missing, ``choose_victim`` may choose a running sequence to give up a slot, unless
+        steps in flight still name a released slot. A sequence with a lost image is returned to the router.
         """
         state = self._state
         if builder.lacking is not None or builder.preempted or not state.waiting:
@@ -225,8 +224,7 @@ class Planner:
             sequence = state.waiting.first()
             yielding = None
             if len(state.running) >= self._most_running:
-                yielding = choose_victim(state, sequence)
-                if yielding is None:
+                if (yielding := choose_victim(state, sequence)) is None:
                     return
             elif not state.slots.available():
                 return
@@ -250,14 +248,13 @@ class Planner:
                 self.starved = True
                 self._adopt_behind()
                 return
-            if sequence.tables is None and state.load_first(sequence, needed):
-                if builder.rows or state.in_flight:
-                    return  # Most loads end before the next step. A later prompt now would cause delay.
-                promised = self._promised_or_loading()
-                continue  # No step would follow, so plan the sequence behind now.
-            if yielding is not None:
+            loads = sequence.tables is None and state.load_first(sequence, needed)
+            if loads and (builder.rows or state.in_flight):
+                return  # Most loads end before the next step. A later prompt now would cause delay.
+            if not loads and yielding is not None:
                 state.waiting.invite(sequence)
                 self._reserver.preempt(yielding, builder, yields=True)
+            if loads or yielding is not None:
                 promised = self._promised_or_loading()
                 continue
             end = self._first_end(sequence, num_hit, known, builder)
