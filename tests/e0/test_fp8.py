@@ -78,11 +78,11 @@ def test_same_tokens(shape: str, folders: dict[str, Path]) -> None:
             assert any(answer.num_cached for answer in answers) == caching
 
 
-# Blocks of compressed entries are large: the smallest legal pool of DeepSeek V4 preempts nothing here.
-@mostly_slow("shape", [shape for shape in SHAPES if shape != "deepseek_v4"], 2)
+@mostly_slow("shape", SHAPES, 2)
 def test_same_tokens_after_preemption(shape: str, folders: dict[str, Path]) -> None:
     """Recomputed entries, in other chunks, are equal."""
     folder = folders[shape]
-    answers, engine = _answers(folder, blocks=16, chunk=16)
+    # The window of DeepSeek V4 gives blocks back, so a smaller pool runs short.
+    answers, engine = _answers(folder, blocks=14 if shape == "deepseek_v4" else 16, chunk=16)
     assert engine.stats().preemptions > 0  # type: ignore[attr-defined]
     assert [answer.tokens for answer in answers] == _alone(folder, "fp8")
