@@ -404,9 +404,7 @@ def make_engine(
         dtype=dtype,
         device="cpu",
         model=ModelSection(model=str(folder)),
-        cache=CacheSection(
-            block_size=BLOCK, enable_prefix_caching=caching, kv_cache_dtype=kv_cache_dtype
-        ),
+        cache=CacheSection(block_size=BLOCK, enable_prefix_caching=caching, kv_cache_dtype=kv_cache_dtype),
         scheduler=SchedulerSection(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=2048,

@@ -145,6 +145,19 @@ def test_latents_in_8_bits_add_no_kernel(
 
 
 @pytest.mark.slow
+def test_entries_of_deepseek_v4_in_8_bits_are_quantized_by_torch(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the seven writes in four layers takes 22 more kernels."""
+    plain, layers = captured("deepseek-v4", folder_of, monkeypatch)
+    monkeypatch.undo()
+    found, _ = captured("deepseek-v4", folder_of, monkeypatch, kv_cache_dtype="fp8")
+    assert layers == 4
+    assert found["frexp"] == 7
+    assert sum((found - plain).values()) == 22 * 7
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_keys_in_splits_and_caches_in_8_bits_add_no_kernel_to_a_layer(
     cache: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
