@@ -135,7 +135,7 @@ def _latent_caches(given: Given, lines: int, dtype: torch.dtype) -> None:
     used = given.LORA if given.FP8 else given.LORA + given.ROPE
     given.need(used <= given.WIDTH, "a line is shorter than its entry")
     behind = given.values.get("KEYS_WIDTH", given.ROPE)  # dense attention has no elements behind its keys
-    given.need(given.ROPE <= behind, "a line is shorter than its key")
+    given.need(behind >= given.ROPE, "a line is shorter than its key")
     given.array("keys_ptr", lines * (behind if given.FP8 else given.WIDTH), dtype)
     if given.FP8:
         given.array("scales_ptr", lines, *WIDE)
