@@ -280,33 +280,31 @@ def attend(
 
     q: [T, heads, dim], out: [T, heads, n], n <= dim: a value is the first n elements of a line. entries and
     groups: (caches of a layer, table int64 [R, W]) or None. Caches are (lines [blocks, per block, width],),
-    or in 8 bits (codes, scales, exact elements); a key is the first dim elements of a line. Queries, lines
-    and exact elements are of one dtype. chosen: int64 [T, top], or None: all complete groups. A program
-    computes ``group`` heads, which divide the heads. sinks: [heads], see ``merge``. split: places of the list
-    per split, a multiple of ``form.tile_n``, or 0. With splits, the tiles are the tokens [tokens[0],
-    tokens[1]). rest: q is only the first n elements of the queries; the others are the end of each head of
-    rest[0] [T, heads, line], where tokens may lie apart, rotated by angles float32 [T, (dim - n) / 2].
+    or in 8 bits (codes, scales, exact elements), except codes and scales of the queries' dtype; a key is the
+    first dim elements of a line. chosen: int64 [T, top], or None: all complete groups. A program computes
+    ``group`` heads, which divide the heads. sinks: [heads], see ``merge``. split: places of the list per
+    split, a multiple of ``form.tile_n``, or 0. With splits, the tiles are tokens[0] to tokens[1] - 1. rest:
+    q is only the first n elements of the queries; the others are the end of each head of rest[0] [T, heads,
+    line], where tokens may lie apart, rotated by angles float32 [T, (dim - n) / 2].
     """
-    heads, values = q.shape[1], out.shape[2]
+    heads, values, begin = q.shape[1], out.shape[2], tokens[0]
     cached = [one for one in (entries, groups) if one is not None]
-    assert q.is_contiguous(), "not contiguous"
-    assert out.is_contiguous(), "not contiguous"
+    assert all(one.is_contiguous() for one in (q, out)), "not contiguous"
     assert all(caches[-1].dtype == q.dtype for caches, _ in cached), "queries and cache are of one dtype"
     assert split % form.tile_n == heads % group == 0, "splits are whole steps, parts of the heads are equal"
-    begin = tokens[0]
     target, lse = _states(out, tokens[1] - begin, splits) if split else (out, out)
-    (window_caches, window_table), (group_caches, group_table) = entries or cached[0], groups or cached[0]
+    (near, window_table), (far, group_table) = entries or cached[0], groups or cached[0]
     turning, sizes = _sizes_of(q, values, rest)
     tiling = {"HEADS": heads, "GROUP": group, "TILE_M": form.tile_m, "TILE_N": form.tile_n}
     tiling |= {"num_warps": form.warps, "num_stages": form.stages}
     _attend_lines[(tiles.shape[0], heads // group, splits)](
-        *(q, *turning, target, lse, *tensors_of(window_caches), *tensors_of(group_caches)),
-        *(offsets, starts, window_table, group_table),
-        *(starts if chosen is None else chosen, q if sinks is None else sinks, tiles, scale * _LOG2E),
-        *(window_table.stride(0), group_table.stride(0), split, splits, begin, turning[0].stride(0)),
+        *(q, *turning, target, lse, *tensors_of(near), *tensors_of(far), offsets, starts),
+        *(window_table, group_table, starts if chosen is None else chosen, q if sinks is None else sinks),
+        *(tiles, scale * _LOG2E, window_table.stride(0), group_table.stride(0), split, splits, begin),
+        turning[0].stride(0),
         **sizes,
-        **_set_of("ENTRIES", window_caches, values),
-        **_set_of("GROUPS", group_caches, values),
+        **_set_of("ENTRIES", near, values),
+        **_set_of("GROUPS", far, values),
         WINDOW=0 if entries is None else window,
         RATIO=0 if groups is None else ratio,
         CHOSEN=chosen is not None,
