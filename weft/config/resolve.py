@@ -17,6 +17,7 @@ from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config import devices, hub
+from weft.config.cache_layout import exact_elements
 from weft.config.expert_settings import check_experts
 from weft.config.families import load_spec
 from weft.config.families.facts import read_json
@@ -51,7 +52,7 @@ from weft.config.sizing.cache_sizes import make_caches
 from weft.config.sizing.draft import owner_of, with_draft
 from weft.config.sizing.encoder import check_encoder, encoder_caches, encoder_spec
 from weft.config.sizing.tier import check_tier
-from weft.config.spec import CacheSpec, ModelSpec
+from weft.config.spec import ModelSpec
 from weft.config.transfers import check_transfer
 from weft.gguf.checkpoint_folder import gguf_files
 from weft.tracing.push import check_endpoint
@@ -229,7 +230,7 @@ def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
     if cache.kv_cache_dtype == "auto":
         return spec
     caches = tuple(
-        msgspec.structs.replace(kind, fp8=True, exact=_exact_elements(kind, owner_of(kind, spec)))
+        msgspec.structs.replace(kind, fp8=True, exact=exact_elements(kind, owner_of(kind, spec)))
         if kind.kind != "state" and kind.form in ("gqa", "latent", "sparse")
         else kind
         for kind in spec.caches
@@ -240,21 +241,6 @@ def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
             param="--kv-cache-dtype",
         )
     return msgspec.structs.replace(spec, caches=caches)
-
-
-def _exact_elements(cache: CacheSpec, spec: ModelSpec) -> int:
-    """Return the number of elements that keep the model's dtype at the end of an 8-bit entry of ``cache``.
-
-    Of latents: the rotated key, and the key of an indexer. Of entries of DeepSeek V4: the rotated elements,
-    and the key of an indexer. ``spec``: the model of the cache.
-    """
-    if not cache.width:
-        return 0
-    if spec.mla is not None:
-        return cache.width - spec.mla.kv_lora
-    assert spec.sparse is not None, "entries of other models have keys and values"
-    assert spec.rope is not None
-    return cache.width - (spec.head_dim - max(spec.rope.dim, spec.sparse.group_rope.dim))
 
 
 def check_runs_model(front: FrontSection) -> None:
