@@ -11,6 +11,7 @@ import torch
 from weft.attention.base import CoreInput, SegmentInput
 from weft.attention.sparse.sparse import Reads, SparseBackend
 from weft.attention.sparse.sparse_torch import TorchSparse
+from weft.ops import kv_fp8
 
 Tensor = torch.Tensor
 
@@ -58,6 +59,7 @@ class Scene:
         bound: int = 0,
         values: int = 0,
         sinks: bool = True,
+        coded: int = 0,
         dtype: torch.dtype = torch.float64,
         sizes: Sizes = SMALL,
         backend: SparseBackend | None = None,
@@ -85,7 +87,7 @@ class Scene:
             order = random.Random(0).sample(range(1, len(rows) * columns + 1), len(rows) * columns)
             tables.append(torch.tensor(order, dtype=torch.int64).view(len(rows), columns))
         blocks = [1 + table.numel() for table in tables]
-        self.caches = {
+        self.caches: dict[int, tuple[Tensor, ...]] = {
             0: (torch.full((blocks[0], block, dim), torch.nan, dtype=dtype),),
             1: (torch.full((blocks[1], per_block, width), torch.nan, dtype=dtype),),
         }
@@ -99,12 +101,31 @@ class Scene:
             for g in range(end // self.reads.ratio if ratio else 0):
                 place = tables[1][row, g // per_block]
                 self.caches[1][0][place, g % per_block] = self.groups[row][g]
+        if coded:
+            self._to_8_bits(coded)
         self.segment = segment_of(rows, tuple(tables), bound)
         tokens = self.segment.tokens
         self.q = torch.randn(tokens, heads, dim, dtype=torch.float64).to(dtype)
         self.index_q = torch.randn(tokens, index_heads, index_dim, dtype=torch.float64).to(dtype)
         self.weights = torch.randn(tokens, index_heads, dtype=torch.float64)
         self.sinks = torch.randn(heads, dtype=torch.float64) if sinks else None
+
+    def _to_8_bits(self, coded: int) -> None:
+        """Round the first ``coded`` elements of all entries. Unwritten entries are NaN."""
+        for kind, (cache,) in self.caches.items():
+            values, scales = kv_fp8.quantize(cache[..., :coded])
+            values.view(torch.uint8)[scales.isnan()] = 0x7F
+            self.caches[kind] = (values, scales, cache[..., coded:].contiguous())
+        for rows in (self.entries, self.groups):
+            for lines in rows:
+                lines[:, :coded] = kv_fp8.dequantize(*kv_fp8.quantize(lines[:, :coded]), lines.dtype)
+
+    def dequantized(self) -> dict[int, tuple[Tensor, ...]]:
+        """Return plain caches with the entries of the caches in 8 bits."""
+        made = dict[int, tuple[Tensor, ...]]()
+        for kind, (values, scales, exact) in self.caches.items():
+            made[kind] = (torch.cat((kv_fp8.dequantize(values, scales, exact.dtype), exact), dim=-1),)
+        return made
 
     def core(self) -> CoreInput:
         plan = self.backend.plan(self.segment, self.reads, self.caches)

@@ -173,13 +173,13 @@ class Groups:
         assert set(vars(step)) <= set(StepInput.__slots__)
         self.sources.view(-1, self.entries.shape[1])[writes[0]] = entries
         if self.by_token:
-            self.compressor(self.sources, self.groups, groups_by_token(step, 0, 1, self.ratio, self.rope))
+            self.compressor(self.sources, (self.groups,), groups_by_token(step, 0, 1, self.ratio, self.rope))
             return
         completed = completed_groups(step, 0, 1, self.ratio, self.overlap, self.block, self.rope)
         if completed is None:
             assert (start + count) // self.ratio == start // self.ratio
         else:
-            self.compressor(self.sources, self.groups, completed)
+            self.compressor(self.sources, (self.groups,), completed)
 
     def found(self, count: int) -> Tensor:
         places = [(self.tables[1][0, g // self.per_block], g % self.per_block) for g in range(count)]

@@ -45,8 +45,8 @@ FEATURES: dict[str, list[Any]] = {
 #: Different values for some families.
 OWN: dict[str, dict[str, list[Any]]] = {
     "latent": {"draft": ["none", "ngram", "mtp"]},
-    # The model was trained with compressed entries. Its attention takes no adapters.
-    "sparse": {"kv": ["auto"], "lora": [False]},
+    # This form of attention takes no adapters.
+    "sparse": {"lora": [False]},
     "images, delta": {"draft": ["none", "ngram", "mtp"]},
 }
 #: Memory for embeddings, in families with images.

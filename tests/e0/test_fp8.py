@@ -18,7 +18,7 @@ from tests.support.slow import mostly_slow
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
-SHAPES = ("qwen3_moe", "qwen2_windowed", "deepseek_v3", "qwen3_next")
+SHAPES = ("qwen3_moe", "qwen2_windowed", "deepseek_v3", "qwen3_next", "deepseek_v32", "deepseek_v4")
 PARAMS = TokenParams(temperature=0.8, top_k=20, max_tokens=16)
 
 
@@ -73,7 +73,8 @@ def test_same_tokens(shape: str, folders: dict[str, Path]) -> None:
     ):
         answers, _ = _answers(folder, chunk=chunk, depth=depth, policy=policy, caching=caching)
         assert [answer.tokens for answer in answers] == expected, (chunk, depth, policy, caching)
-        if shape != "qwen3_next":  # its snapshots lie behind the common part of these prompts
+        # Snapshots, and blocks of compressed entries, lie behind the common part of these prompts.
+        if shape not in ("qwen3_next", "deepseek_v4"):
             assert any(answer.num_cached for answer in answers) == caching
 
 
@@ -81,6 +82,7 @@ def test_same_tokens(shape: str, folders: dict[str, Path]) -> None:
 def test_same_tokens_after_preemption(shape: str, folders: dict[str, Path]) -> None:
     """Recomputed entries, in other chunks, are equal."""
     folder = folders[shape]
-    answers, engine = _answers(folder, blocks=16, chunk=16)
+    # The window of DeepSeek V4 gives blocks back, so a smaller pool runs short.
+    answers, engine = _answers(folder, blocks=14 if shape == "deepseek_v4" else 16, chunk=16)
     assert engine.stats().preemptions > 0  # type: ignore[attr-defined]
     assert [answer.tokens for answer in answers] == _alone(folder, "fp8")

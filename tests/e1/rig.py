@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from weft.attention.base import AttentionBackend, Backends
 from weft.attention.registry import BACKENDS, choose
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
+from weft.config.resolve import with_cache_dtype
 from weft.config.resolved import EngineConfig, KVConfig, PoolSpec
 from weft.config.sections.all import (
     CacheSection,
@@ -49,6 +50,7 @@ CPU = torch.device("cpu")
 BLOCK = 16
 MAX_LEN = 384
 VOCAB = 131
+FP8 = torch.float8_e4m3fn
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _COMMON: dict[str, Any] = {
@@ -274,6 +276,7 @@ def model_of(
     mtp: int = 0,
     mesh: Mesh | None = None,
     experts: ExpertOptions | None = None,
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
 ) -> tuple[Model, Backends]:
     """The model and its attention in one of the forms that promise E1.
 
@@ -281,6 +284,7 @@ def model_of(
     fallback    --deterministic where the C++ operations are not there
     """
     spec, kind = load_spec(str(folder), None, mtp=mtp), DTYPES[dtype]
+    spec = with_cache_dtype(spec, CacheSection(kv_cache_dtype=kv_cache_dtype))
     mine = spec if mesh is None else local_spec(spec, mesh.layout)
     if form == "cpp":
         if not cpu.load():
@@ -389,6 +393,7 @@ def make_engine(
     drafter: Drafter | None = None,
     mesh: Mesh | None = None,
     experts: ExpertOptions | None = None,
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
 ) -> tuple[EngineCore, Witness]:
     """An engine (with ``mesh``, of one rank) whose caches are full of NaN.
 
@@ -399,7 +404,7 @@ def make_engine(
     speculation = speculation or SpeculationSection()
     mtp = int(speculation.speculative_method == "mtp")
     of = model_of if mesh is None else model_of.__wrapped__  # ranks share nothing
-    model, backends = of(folder, dtype, form, mtp, mesh, experts)
+    model, backends = of(folder, dtype, form, mtp, mesh, experts, kv_cache_dtype)
     spec = model.spec
     sizes = {"full": blocks, "latent": blocks, "compressed": blocks, "window": 2048, "state": 256}
     pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
@@ -419,7 +424,7 @@ def make_engine(
         dtype=dtype,
         device="cpu",
         model=ModelSection(model=str(folder)),
-        cache=CacheSection(block_size=BLOCK, enable_prefix_caching=caching),
+        cache=CacheSection(block_size=BLOCK, enable_prefix_caching=caching, kv_cache_dtype=kv_cache_dtype),
         scheduler=SchedulerSection(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=2048,
@@ -453,7 +458,7 @@ def make_engine(
         runner.drafter = drafter
     runner.watch()
     for tensor in (t for layer in runner.cache for tensors in layer.values() for t in tensors):
-        tensor.fill_(float("nan"))
+        tensor.view(torch.uint8).fill_(0x7F) if tensor.dtype == FP8 else tensor.fill_(float("nan"))
     engine = EngineCore(config, runner=alone(runner.kv, lambda kv: runner))
     assert engine.deterministic, runner.varying
     return engine, runner

@@ -79,10 +79,13 @@ class Reference:
         return self._folders[model]
 
     def logits(self, case: dict[str, Any], prompt: int) -> dict[int, torch.Tensor]:
-        key = (case["model"], case["form"], case["dtype"], case["sampling"], prompt)
+        cache = case.get("cache", "auto")
+        key = (case["model"], case["form"], case["dtype"], case["sampling"], cache, prompt)
         if key not in self._known:
             with threads(1):
-                engine, runner = make_engine(self.folder(case["model"]), case["dtype"], case["form"])
+                engine, runner = make_engine(
+                    self.folder(case["model"]), case["dtype"], case["form"], kv_cache_dtype=cache
+                )
                 try:
                     run(engine, [[submit(1, PROMPTS[prompt], SAMPLING[case["sampling"]], request=prompt)]])
                 finally:
@@ -121,6 +124,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
             depth=case["depth"],
             caching=hit,
             replay=case["form"] == "cpp",
+            kv_cache_dtype=case.get("cache", "auto"),
         )
         try:
             if hit:
@@ -209,6 +213,7 @@ OTHERS += [
         ("bfloat16", 16, {"prefix": "hit", "preempt": True}),
         ("bfloat16", 0, {"prefix": "hit", "threads": 2, "sampling": "seeded"}),
         ("float32", 256, {"preempt": True, "depth": 1}),
+        ("bfloat16", 16, {"prefix": "hit", "preempt": True, "cache": "fp8"}),
     )
 ]
 FIRST = {case["model"]: case for case in reversed(OTHERS)}

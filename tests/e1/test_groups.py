@@ -85,14 +85,18 @@ def bits(engine: EngineCore | FleetEngine, asked: list[Submit]) -> Bits:
     return made
 
 
-@mostly_slow("shape", SHAPES, ["llama", "qwen3_next", "deepseek_v3"])
+CASES = [(shape, "auto") for shape in SHAPES]
+CASES += [("deepseek_v32", "fp8"), ("deepseek_v4", "fp8")]
+
+
+@mostly_slow(("shape", "cache"), CASES, [(shape, "auto") for shape in ("llama", "qwen3_next", "deepseek_v3")])
 @pytest.mark.usefixtures("extension")
-def test_logprobs_have_the_bits_of_one_engine(tmp_path: Path, shape: str) -> None:
+def test_logprobs_have_the_bits_of_one_engine(tmp_path: Path, shape: str, cache: str) -> None:
     """The reference runs alone in one engine. The groups run batches in chunks, with other block sizes."""
     if not linear.available():
         pytest.skip("the C++ products are for CPUs with AVX2 or AVX-512")
     folder = make_checkpoint(tmp_path, shape)
-    common = settings(folder, shape)
+    common = {**settings(folder, shape), "kv_cache_dtype": cache}
     alone = EngineCore(
         resolve(from_keywords({**common, "block_size": 16, "enable_prefix_caching": False})), progress=False
     )

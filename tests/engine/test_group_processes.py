@@ -70,7 +70,7 @@ def possible(case: dict[str, Any]) -> dict[str, Any]:
     """Return ``case``, restricted to the features of its family."""
     family, draft = case["family"], case["draft"]
     draft = "ngram" if draft == "mtp" and family != "deepseek_v3" else draft
-    return {**case, "draft": draft, "kv": "auto" if family == "deepseek_v4" else case["kv"]}
+    return {**case, "draft": draft}
 
 
 CASES = [pytest.param(case, id=name(case)) for case in DEFAULT]

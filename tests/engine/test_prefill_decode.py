@@ -314,6 +314,8 @@ def test_every_kind_of_cache_goes_over(
         ("llama", {"enable_prefix_caching": False}),
         ("qwen3_next", {"enable_prefix_caching": False}),
         ("llama", {"kv_cache_dtype": "fp8"}),
+        ("deepseek_v32", {"kv_cache_dtype": "fp8"}),
+        ("deepseek_v4", {"kv_cache_dtype": "fp8", "speculative_method": "ngram", "ngram_min_length": 1}),
         ("qwen3_next", {"steps_in_flight": 2, "max_num_seqs": 2}),
         ("lfm2_moe", {"speculative_method": "ngram", "ngram_min_length": 1}),
         ("nemotron_h", {"speculative_method": "ngram", "ngram_min_length": 1}),

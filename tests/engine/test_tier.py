@@ -128,24 +128,29 @@ def served(make: Callable[[], EngineCore], asked: list[Submit]) -> tuple[Bits, T
     return found, stats
 
 
-def expected(folder: Path, shape: str) -> Bits:
-    core = start(folder, shape, None, enable_prefix_caching=False)
+def expected(folder: Path, shape: str, **more: Any) -> Bits:
+    core = start(folder, shape, None, enable_prefix_caching=False, **more)
     try:
         return bits(core, submits())
     finally:
         core.close()
 
 
-@mostly_slow("shape", list(SHAPES), ["gpt_oss"])
+EIGHT_BITS = {"kv_cache_dtype": "fp8"}
+RESTARTS = [(shape, {}) for shape in SHAPES]
+RESTARTS += [("deepseek_v32", EIGHT_BITS), ("deepseek_v4", EIGHT_BITS)]
+
+
+@mostly_slow(("shape", "more"), RESTARTS, [("gpt_oss", {})])
 @pytest.mark.usefixtures("extension")
-def test_a_restart_loads_and_makes_the_same_bits(tmp_path: Path, shape: str) -> None:
+def test_a_restart_loads_and_makes_the_same_bits(tmp_path: Path, shape: str, more: dict[str, Any]) -> None:
     folder = make_checkpoint(tmp_path, shape)
-    reference = expected(folder, shape)
+    reference = expected(folder, shape, **more)
     disk = tmp_path / "kv"
-    first, stats = served(lambda: start(folder, shape, disk), submits())
+    first, stats = served(lambda: start(folder, shape, disk, **more), submits())
     assert first == reference
     assert stats.saved_tokens == 0
-    again, stats = served(lambda: start(folder, shape, disk), submits())
+    again, stats = served(lambda: start(folder, shape, disk, **more), submits())
     assert again == reference
     assert stats.loads == {"done": len(PROMPTS)}
     assert stats.saved_tokens >= 0.8 * sum(map(len, PROMPTS)) - 64 * len(PROMPTS)

@@ -22,6 +22,10 @@ NAMES = [
     "deepseek-v3",
     "deepseek-v3-dense-halves",
     "deepseek-v2-groups-yarn",
+    "deepseek-v32",
+    "glm-dsa",
+    "deepseek-v4",
+    "deepseek-v4-odd",
 ]
 
 

@@ -236,11 +236,12 @@ def latent(
 
 def sparse(
     heads: int, values: int, rest: int, index: tuple[int, int], window: int, ratio: int, top: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype, *, coded: int = 0,
 ) -> None:  # fmt: skip
     """Sparse attention of decodes and of a chunk: scores, choice, lists in one piece and in splits.
 
-    ``index``: heads and size of the indexer; (0, 0): a token reads all groups.
+    ``index``: heads and size of the indexer; (0, 0): a token reads all groups. ``coded``: codes of an entry
+    in 8 bits; 0: plain caches.
     """
     from weft.attention.base import CoreInput
     from weft.attention.sparse.sparse import Reads
@@ -252,7 +253,8 @@ def sparse(
         entries=0 if window else None, window=window, groups=1, ratio=ratio, top=top, heads=heads, dim=dim,
         index_heads=index[0],
     )  # fmt: skip
-    caches = {kind: (torch.empty(2, 64, dim + kind * index[1], dtype=dtype),) for kind in (0, 1)}
+    widths = {kind: dim + kind * index[1] - coded for kind in (0, 1)}
+    caches = {kind: latent_caches(coded, width, 64, dtype, coded > 0) for kind, width in widths.items()}
     sinks = torch.empty(heads) if window else None
     for backend in (TritonSparse(), TritonInvariantSparse()):
         for counts in ([1] * 4, [200] * 40):
@@ -319,7 +321,9 @@ def entries(first: int, lora: int, rope: int, index: tuple[int, int], dtype: tor
     norm = torch.empty(dim, dtype=dtype)
     parts = IndexParts(torch.empty(4, dim + heads, dtype=dtype), norm, norm, 1e-6, False)
     cache = torch.empty(2, 16, lora + rope + dim, dtype=dtype)
-    latent_rope_cache(joined, q_weight, weight, 1e-6, angles, angles, True, cache, writes, parts)
+    norms = (q_weight, weight, 1e-6, angles, angles, True)
+    latent_rope_cache(joined, *norms, cache, writes, parts)
+    latent_rope_cache_fp8(joined, *norms, *latent_caches(lora, rope + dim, 16, dtype, True), writes, parts)
 
 
 def elementwise(dtype: torch.dtype) -> None:
@@ -615,6 +619,8 @@ def others() -> None:
     sparse(128, 512, 64, (64, 128), 0, 1, 2048, HALF)  # DeepSeek V3.2
     sparse(64, 512, 0, (64, 128), 128, 4, 512, HALF)  # DeepSeek V4: chosen groups
     sparse(64, 512, 0, (0, 0), 128, 128, 0, HALF)  # all groups
+    sparse(128, 512, 64, (64, 128), 0, 1, 2048, HALF, coded=512)
+    sparse(64, 512, 0, (64, 128), 128, 4, 512, HALF, coded=448)
 
 
 def all_forms() -> None:
@@ -642,6 +648,8 @@ def all_forms() -> None:
     attention(8, 4, 256, 16, 1024, HALF, ahead=True)
     attention(16, 2, 256, 64, 0, HALF)
     sparse(16, 512, 64, (32, 128), 0, 1, 2048, HALF)
+    sparse(16, 512, 64, (32, 128), 0, 1, 2048, HALF, coded=512)
+    sparse(64, 512, 0, (0, 0), 128, 128, 0, torch.float16, coded=448)
     sparse(20, 500, 24, (30, 100), 100, 3, 70, FULL)
     around_sparse(20, 100, 500, 24, FULL)
     attention(8, 8, 96, 4, 0, torch.float16)

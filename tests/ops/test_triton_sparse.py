@@ -73,6 +73,31 @@ def test_entries_with_the_key_of_an_indexer(dtype: torch.dtype, first: bool, sec
     assert torch.equal(alone.view(-1, cache.shape[2])[5], cache.view(-1, cache.shape[2])[5])
 
 
+def test_entries_in_8_bits_with_the_key_of_an_indexer() -> None:
+    """Exact elements are those of a plain cache. Codes and scales are those of a cache without an indexer."""
+    from weft.ops.triton.latent import latent_rope_cache, latent_rope_cache_fp8
+
+    q_lora, lora, rope, dim = 20, 12, 8, 14
+    rows, (cos, sin) = normal(4, q_lora + lora + rope + dim + 5), angles(4, rope)
+    norms = (normal(q_lora), normal(lora), 1e-6, cos, sin, True)
+    index = IndexParts(rows[:, q_lora + lora + rope :], normal(dim), normal(dim), 1e-6, False)
+    writes, joined = torch.tensor([2, 11, 5, 7], device=DEVICE), rows[:, : q_lora + lora + rope]
+    plain = torch.zeros(3, 4, lora + rope + dim, device=DEVICE)
+    low = latent_rope_cache(joined, *norms, plain, writes, index)
+    made = []
+    for width, one in ((rope + dim, index), (rope, None)):
+        codes = torch.zeros(3, 4, lora, device=DEVICE).to(torch.float8_e4m3fn)
+        caches = codes, torch.zeros(3, 4, device=DEVICE), torch.zeros(3, 4, width, device=DEVICE)
+        assert torch.equal(latent_rope_cache_fp8(joined, *norms, *caches, writes, one), low)
+        made.append(caches)
+    (codes, scales, exact), (others, more, keys) = made
+    assert torch.equal(exact, plain[..., lora:])
+    assert torch.equal(exact[..., :rope], keys)
+    assert torch.equal(codes.view(torch.uint8), others.view(torch.uint8))
+    assert torch.equal(scales, more)
+    assert scales.count_nonzero() == 4
+
+
 @mostly_slow("dtype", DTYPES, [torch.float32])
 def test_products_of_heads(dtype: torch.dtype, ordered_products: Any) -> None:
     """Into a part of wider rows, with matrices of either order, with equal bits for any number of rows."""

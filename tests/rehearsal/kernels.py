@@ -134,7 +134,9 @@ def _latent_caches(given: Given, lines: int, dtype: torch.dtype) -> None:
     given.array("cache_ptr", lines * given.WIDTH, torch.uint8 if given.FP8 else dtype)
     used = given.LORA if given.FP8 else given.LORA + given.ROPE
     given.need(used <= given.WIDTH, "a line is shorter than its entry")
-    given.array("keys_ptr", lines * (given.ROPE if given.FP8 else given.WIDTH), dtype)
+    behind = given.values.get("KEYS_WIDTH", given.ROPE)  # dense attention has no elements behind its keys
+    given.need(behind >= given.ROPE, "a line is shorter than its key")
+    given.array("keys_ptr", lines * (behind if given.FP8 else given.WIDTH), dtype)
     if given.FP8:
         given.array("scales_ptr", lines, *WIDE)
 
@@ -265,11 +267,14 @@ def _attend_lines(given: Given) -> None:
             given.reach(name, tokens * given.REST // 2, *WIDE, aligned=False)
     for used, name in ((given.WINDOW, "entries"), (given.RATIO, "groups")):
         if used:
-            width = given.values[f"{name.upper()}_WIDTH"]
-            cache = given.values[f"{name}_ptr"]
-            given.need(dim <= width, f"a key is longer than a line of the {name}")
-            size = cache.shape[0] * given.values[f"{name.upper()}_BLOCK"] * width
-            given.array(f"{name}_ptr", size, q.dtype)
+            width, coded = (given.values[f"{name.upper()}_{part}"] for part in ("WIDTH", "CODED"))
+            given.need(coded <= given.VALUES, f"codes behind the values of the {name}")
+            given.need(dim <= width + coded, f"a key is longer than a line of the {name}")
+            lines = given.values[f"{name}_ptr"].shape[0] * given.values[f"{name.upper()}_BLOCK"]
+            given.array(f"{name}_ptr", lines * width, q.dtype)
+            if coded:
+                given.array(f"{name}_codes_ptr", lines * coded, torch.uint8)
+                given.array(f"{name}_scales_ptr", lines, *WIDE)
             _table(given, f"{name}_table_ptr", given.values[f"{name}_stride"], rows)
     if given.CHOSEN:
         given.need(given.RATIO > 0, "a choice without groups")
@@ -300,8 +305,8 @@ def _latent_rope_cache(given: Given) -> None:
     if given.INDEX:
         given.powers("DIM_P2")
         given.need(given.ROPE <= given.DIM <= given.DIM_P2, "elements of a key are left out")
-        given.need(not given.FP8, "a cache in 8 bits has no key of an indexer")
-        given.need(width + given.DIM <= given.WIDTH, "a line has no place for the key of the indexer")
+        before = given.ROPE if given.FP8 else width
+        given.need(before + given.DIM <= given.KEYS_WIDTH, "a line has no place for the key of the indexer")
         last = (tokens - 1) * given.index_stride
         given.reach("index_ptr", last + given.DIM, joined.dtype, aligned=False)
         for name in ("index_norm_ptr", "index_bias_ptr"):
@@ -923,6 +928,8 @@ CONTRACTS = (
             ("entries_table_ptr", "WINDOW"),
             ("groups_ptr", "RATIO"),
             ("groups_table_ptr", "RATIO"),
+            *((f"entries_{name}_ptr", "ENTRIES_CODED") for name in ("codes", "scales")),
+            *((f"groups_{name}_ptr", "GROUPS_CODED") for name in ("codes", "scales")),
             ("chosen_ptr", "CHOSEN"),
             ("sinks_ptr", "SINKS"),
         ),

@@ -134,7 +134,7 @@ def test_kernels_of_sums_over_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v3"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek-v32", "glm-dsa"])
 def test_latents_in_8_bits_add_no_kernel(
     name: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +142,19 @@ def test_latents_in_8_bits_add_no_kernel(
     monkeypatch.undo()
     found, _ = captured(name, folder_of, monkeypatch, kv_cache_dtype="fp8")
     assert found == plain
+
+
+@pytest.mark.slow
+def test_entries_of_deepseek_v4_in_8_bits_are_quantized_by_torch(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the seven writes in four layers takes 22 more kernels."""
+    plain, layers = captured("deepseek-v4", folder_of, monkeypatch)
+    monkeypatch.undo()
+    found, _ = captured("deepseek-v4", folder_of, monkeypatch, kv_cache_dtype="fp8")
+    assert layers == 4
+    assert found["frexp"] == 7
+    assert sum((found - plain).values()) == 22 * 7
 
 
 @pytest.mark.slow

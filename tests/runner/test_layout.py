@@ -45,8 +45,7 @@ def whole_spec(folder: Path, family: str, fp8: bool) -> ModelSpec:
     if not path.exists():
         path = write_family(folder, family)
     spec = load_spec(str(path), None, mtp=int(family == "deepseek_v3"))
-    kinds, forms = ("full", "window", "latent"), ("gqa", "latent")
-    eight_bits = fp8 and any(cache.kind in kinds and cache.form in forms for cache in spec.caches)
+    eight_bits = fp8 and any(cache.form in ("gqa", "latent", "sparse") for cache in spec.caches)
     return with_cache_dtype(spec, CacheSection(kv_cache_dtype="fp8")) if eight_bits else spec
 
 

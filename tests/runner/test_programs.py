@@ -125,9 +125,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_checkpoint(tmp_path_factory.mktemp("programs"), request.param)
 
 
-def _answers(folder: Path, *, replay: bool, dtype: str = "bfloat16", broken: bool = False) -> Any:
+def _answers(
+    folder: Path, *, replay: bool, dtype: str = "bfloat16", broken: bool = False, kv_cache_dtype: Any = "auto"
+) -> Any:
     """Return (logits by seed and position, replayed steps) of five sequences of different lengths."""
-    engine, runner = make_engine(folder, dtype, "cpp", max_num_seqs=4, replay=replay)
+    engine, runner = make_engine(
+        folder, dtype, "cpp", max_num_seqs=4, replay=replay, kv_cache_dtype=kv_cache_dtype
+    )
     if broken:
         assert runner.graphs is not None
         runner.graphs._options = replace(runner.graphs._options, capture=_refuse)
@@ -175,6 +179,17 @@ def test_an_engine_gives_the_same_bits(folder: Path, dtype: str) -> None:
     _assert_same(made, expected)
     assert replayed > 10
     assert none == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["deepseek_v32", "deepseek_v4"])
+def test_caches_in_8_bits_give_the_same_bits(shape: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, shape)
+    made, replayed = _answers(folder, replay=True, kv_cache_dtype="fp8")
+    _assert_same(made, _answers(folder, replay=False, kv_cache_dtype="fp8")[0])
+    plain, _ = _answers(folder, replay=False)
+    assert any(not torch.equal(rows[0], made[key][0]) for key, rows in plain.items() if key in made)
+    assert replayed > 10
 
 
 def test_an_engine_goes_on_without_what_cannot_be_captured(folder: Path) -> None:

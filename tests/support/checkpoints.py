@@ -220,6 +220,11 @@ def _deepseek_v3() -> tuple[str, dict[str, Any]]:
     }
 
 
+def _deepseek_v32() -> tuple[str, dict[str, Any]]:
+    latent = _deepseek_v3()[1]
+    return "DeepseekV32", {**latent, "index_n_heads": 16, "index_head_dim": 12, "index_topk": 7}
+
+
 def _deepseek_v4() -> tuple[str, dict[str, Any]]:
     layers = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
     return "DeepseekV4", {
@@ -259,6 +264,7 @@ def spread(model: Any) -> None:
 
 SHAPES = {
     "bailing_hybrid": _bailing_hybrid,
+    "deepseek_v32": _deepseek_v32,
     "deepseek_v4": _deepseek_v4,
     "llama": _llama,
     "mistral": _mistral,
@@ -287,7 +293,7 @@ def make_checkpoint(folder: Path, shape: str, seed: int = 0) -> Path:
     config = getattr(transformers, f"{family}Config")(**settings)
     config.use_cache = True
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float64)
-    if shape == "deepseek_v4":
+    if shape in ("deepseek_v32", "deepseek_v4"):
         spread(model)
     target = folder / shape
     model.save_pretrained(target)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, TypeAlias
 
-from weft.config.spec import DTYPE_BYTES, CacheSpec
+from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec
 from weft.types.media_item import BLOCK_ROWS
 
 FP8 = "float8_e4m3fn"
@@ -100,6 +100,21 @@ def embedding_tensor(levels: int, width: int, num_blocks: int, dtype: str) -> Te
 def block_bytes(cache: CacheSpec, block_size: int, dtype: str) -> int:
     """Return the bytes of one block over all layers; for a state group, of one snapshot."""
     return sum(tensor.nbytes for tensor in pool_tensors(cache, block_size, 0, dtype))
+
+
+def exact_elements(cache: CacheSpec, spec: ModelSpec) -> int:
+    """Return the number of elements that keep the model's dtype at the end of an 8-bit entry of ``cache``.
+
+    Of latents: the rotated key, and the key of an indexer. Of entries of DeepSeek V4: the rotated elements,
+    and the key of an indexer. ``spec``: the model of the cache.
+    """
+    if not cache.width:
+        return 0
+    if spec.mla is not None:
+        return cache.width - spec.mla.kv_lora
+    assert spec.sparse is not None, "entries of other models have keys and values"
+    assert spec.rope is not None
+    return cache.width - (spec.head_dim - max(spec.rope.dim, spec.sparse.group_rope.dim))
 
 
 def _parts(cache: CacheSpec, first: Dims, dtype: str) -> tuple[TensorLayout, ...]:

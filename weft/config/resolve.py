@@ -17,6 +17,7 @@ from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config import devices, hub
+from weft.config.cache_layout import exact_elements
 from weft.config.expert_settings import check_experts
 from weft.config.families import load_spec
 from weft.config.families.facts import read_json
@@ -48,7 +49,7 @@ from weft.config.sections.media_section import check_media
 from weft.config.sharding import local_spec
 from weft.config.sizing.budget import check_budget, with_budget
 from weft.config.sizing.cache_sizes import make_caches
-from weft.config.sizing.draft import with_draft
+from weft.config.sizing.draft import owner_of, with_draft
 from weft.config.sizing.encoder import check_encoder, encoder_caches, encoder_spec
 from weft.config.sizing.tier import check_tier
 from weft.config.spec import ModelSpec
@@ -229,9 +230,8 @@ def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
     if cache.kv_cache_dtype == "auto":
         return spec
     caches = tuple(
-        # The rotated part of a latent entry keeps the model's dtype.
-        msgspec.structs.replace(kind, fp8=True, exact=spec.mla.rope if kind.width and spec.mla else 0)
-        if kind.kind in ("full", "window", "chunk", "latent") and kind.form in ("gqa", "latent")
+        msgspec.structs.replace(kind, fp8=True, exact=exact_elements(kind, owner_of(kind, spec)))
+        if kind.kind != "state" and kind.form in ("gqa", "latent", "sparse")
         else kind
         for kind in spec.caches
     )

@@ -262,12 +262,12 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     form: str = "gqa"
     """Form of core attention that reads the group; "" if no attention backend prepares for the group."""
     fp8: bool = False
-    """full, window, latent: True for 8-bit values (E4M3).
+    """All kinds except state: True for 8-bit values (E4M3).
 
-    A float32 scale belongs to each entry of a KV head, or to each latent entry.
+    A float32 scale belongs to each entry of a KV head, or to each entry of ``width`` elements.
     """
     exact: int = 0
-    """Number of elements in the model's dtype, at the end of an 8-bit latent entry."""
+    """Number of elements in the model's dtype, at the end of an 8-bit entry of ``width`` elements."""
 
 
 class QuantizedSpec(msgspec.Struct, frozen=True, kw_only=True):

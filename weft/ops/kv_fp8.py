@@ -61,6 +61,35 @@ def write(cache: Tensor, scales: Tensor, rows: Tensor, entries: Tensor) -> None:
     scales.view(-1).index_copy_(0, rows, own)
 
 
+def write_lines(caches: tuple[Tensor, ...], rows: Tensor, lines: Tensor) -> None:
+    """Write ``lines`` [N, width] to the places ``rows`` [N] of a layer's caches of one KV cache group.
+
+    caches: (lines [blocks, block, width],), or in 8 bits (codes [.., n], scales, lines from element n on).
+    """
+    exact = caches[-1]
+    lines = lines.to(exact.dtype)
+    if len(caches) > 1:
+        values, scales, _ = caches
+        front = lines[:, : values.shape[2]]
+        write(values, scales, rows, front)
+        lines = lines[:, values.shape[2] :]
+    exact.view(-1, exact.shape[2]).index_copy_(0, rows, lines)
+
+
+def take_lines(caches: tuple[Tensor, ...], rows: Tensor, dim: int) -> Tensor:
+    """Return the first ``dim`` elements of the lines ``rows`` [N] of ``caches``: [N, dim], in the dtype of
+    exact elements. caches: as in ``write_lines``."""
+    exact = caches[-1].view(-1, caches[-1].shape[2])
+    if len(caches) == 1:
+        return exact[:, :dim].index_select(0, rows)
+    values, scales, _ = caches
+    coded = values.shape[2]
+    front = take(values.view(-1, coded), rows)
+    own = scales.view(-1).index_select(0, rows)
+    behind = exact[:, : dim - coded].index_select(0, rows)
+    return torch.cat((dequantize(front, own, exact.dtype), behind), dim=1)
+
+
 def qkv_rope_cache_fp8(
     qkv: Tensor,
     heads: int,

@@ -62,7 +62,7 @@ def latent_rope_cache(
 
     joined: [T, first + kv_lora + rope]. q_weight [first]: RMS norm of the queries' part, or None. weight
     [kv_lora]: RMS norm of the latent. cos, sin: [T, rope / 2] (wide). cache: [blocks, block, width] of one
-    layer; on a GPU a line may be longer than its entry. writes: int64 [T], block id * block + offset.
+    layer; a line may be longer than latent and key. writes: int64 [T], block id * block + offset.
     """
     q, *entry = _parts(joined, q_weight, weight, eps, cos, sin, interleaved)
     made = torch.cat(entry, dim=1).to(cache.dtype)
@@ -86,11 +86,11 @@ def latent_rope_cache_fp8(
     """Compute ``latent_rope_cache`` with a cache in 8 bits.
 
     cache: latents E4M3 [blocks, block, kv_lora]; scales: float32 [blocks, block]; keys: rotated, in joined's
-    dtype, [blocks, block, rope].
+    dtype, the first elements of [blocks, block, .].
     """
     q, latent, key = _parts(joined, q_weight, weight, eps, cos, sin, interleaved)
     kv_fp8.write(cache, scales, writes, latent)
-    keys.view(-1, keys.shape[2]).index_copy_(0, writes, key)
+    keys.view(-1, keys.shape[2])[:, : key.shape[1]].index_copy_(0, writes, key)
     return q
 
 
@@ -154,11 +154,11 @@ class IndexParts(NamedTuple):
         return rotate_first(normed, cos, sin, self.interleaved)
 
 
-def entry_writer() -> None:
-    """Return None: norms, rotations and cache writes of sparse latent attention run op by op.
+def entry_writer(fp8: bool) -> None:
+    """Return None: the key of an indexer is written behind the entries of ``latent_rope_cache``.
 
-    Another implementation returns a function that writes the entries of a step in one kernel, with the
-    signature of ``triton.latent.latent_rope_cache``.
+    Another implementation returns a function that writes entries and keys in one kernel, with the signature
+    of ``triton.latent.latent_rope_cache``; of ``latent_rope_cache_fp8`` for a cache in 8 bits.
     """
     return
 

@@ -37,6 +37,8 @@ KINDS = {
     "chunk": cache("chunk", window=10, kv_heads=2, head_dim=2),
     "latent": cache("latent", width=7),
     "latent, fp8": cache("latent", width=8, fp8=True, exact=3),
+    "latent, indexer, fp8": cache("latent", layers=1, width=5 + 4, fp8=True, exact=6),
+    "compressed, fp8": cache("compressed", ratio=4, width=9, fp8=True, exact=4),
     "latent, indexer": cache("latent", layers=1, width=5 + 4),
     "latent, window": cache("latent", window=8, width=6),
     "compressed": cache("compressed", ratio=4, width=5),

@@ -21,6 +21,7 @@ from weft.attention.base import SegmentInput, StepInput
 from weft.attention.sparse.sparse import places
 from weft.layers.build import Build, Packs
 from weft.layers.rope import Rope
+from weft.ops import kv_fp8
 from weft.ops.sparse_ops import pool
 from weft.ops.upload import upload
 
@@ -162,16 +163,16 @@ class Compressor(Packs):
         ]
         self._bias = torch.cat(parts)  # [overlap * ratio, sum of dims]
 
-    def forward(self, sources: Tensor, groups: Tensor, completed: Completed | ByToken) -> None:
+    def forward(self, sources: Tensor, groups: tuple[Tensor, ...], completed: Completed | ByToken) -> None:
         """Write the entries of ``completed`` into ``groups``.
 
-        sources: [blocks, block, overlap * 2 n]; groups: [blocks, per block, n]; n: sum of dims.
+        sources: [blocks, block, overlap * 2 n]. groups: caches of entries of n elements, see
+        ``kv_fp8.write_lines``. n: sum of dims.
         """
         if isinstance(completed, ByToken):
             self._by_token(sources, groups, completed)
             return
         flat = sources.view(-1, sources.shape[2])
-        entries = groups.view(-1, groups.shape[2])
         cos, sin = completed.angles
         most = max(1, GATHER // (completed.sources.shape[1] * flat.shape[1]))
         for first in range(0, len(completed.writes), most):
@@ -183,9 +184,9 @@ class Compressor(Packs):
                 normed = self._norm(vector.contiguous(), norm, self._eps).unsqueeze(1)
                 made.append(self._rotate(normed, cos[part], sin[part]).squeeze(1))
             entry = torch.cat(made, dim=1) if len(made) > 1 else made[0]
-            entries.index_copy_(0, completed.writes[part], entry.to(entries.dtype))
+            kv_fp8.write_lines(groups, completed.writes[part], entry)
 
-    def _by_token(self, sources: Tensor, groups: Tensor, completed: ByToken) -> None:
+    def _by_token(self, sources: Tensor, groups: tuple[Tensor, ...], completed: ByToken) -> None:
         """Write the completed groups with the compiled operation, which finds the groups token by token."""
         norms = list(self.norms)
         for segment in completed.step.segments:
@@ -195,7 +196,7 @@ class Compressor(Packs):
             cos, sin = completed.angles
             torch.ops.weft_cpu.compress_groups.default(
                 sources,
-                groups,
+                groups[0],
                 segment.q_offsets,
                 segment.starts,
                 segment.tables[completed.sources],
@@ -207,4 +208,5 @@ class Compressor(Packs):
                 completed.ratio,
                 self._overlap,
                 self._eps,
+                *groups[1:],
             )

@@ -1,7 +1,8 @@
 """Latent attention to positions chosen by an indexer, always in the absorbed form.
 
 For sparse attention an entry is a group of one position. All heads share ``[latent | rotated key]`` as key,
-and the latent as value. The indexer's key follows in the same entry. Source: DeepSeek-V3.2 (2025), section 2.
+and the latent as value. The indexer's key follows in the same entry, and stays in the model's dtype in a
+cache of 8 bits: the choice is then that of exact keys. Source: DeepSeek-V3.2 (2025), section 2.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from weft.attention.sparse.sparse import Reads, SparseBackend
 from weft.config.spec import IndexSpec, ModelSpec
 from weft.layers.build import Build, Layer, Packs
 from weft.layers.paired import PairedLinear
-from weft.ops.latent_ops import IndexParts, Rotation, rotate_pairs
+from weft.ops.latent_ops import IndexParts, Rotation
 from weft.ops.low_rank import AdapterRows
 
 Tensor = torch.Tensor
@@ -94,7 +95,7 @@ class IndexedAttention(LatentAttention, Packs):
         assert spec.mla.q_lora is not None
         self._reads = reads_of(build.local(spec), self._kind)
         self._index_interleaved = spec.index.interleaved
-        self._write_entries = build.op("entry_writer").run()
+        self._write_entries = build.op("entry_writer").run(self._cache_spec.fp8)
         # Only the op that runs is chosen: ``build`` notes the choice, and requires invariance if asked.
         self._product = build.op("head_product" if self._write_entries is None else "head_product_into").run
         self.indexer = None
@@ -171,19 +172,16 @@ class IndexedAttention(LatentAttention, Packs):
         self, x: Tensor, shared: IndexedInput, caches: LayerCache, wanted: bool
     ) -> SparseQueries | None:
         """Write the entries of the step, and return the queries; None unless ``wanted``."""
-        step, (cache,), mla = shared.step, caches[self._kind], self._mla
+        step, own, mla = shared.step, caches[self._kind], self._mla
         assert self.q_norm is not None
-        assert mla.q_lora is not None
         joined, index = self._down_of(x, step)
-        low, latent, key = joined.split((mla.q_lora, mla.kv_lora, mla.rope), dim=1)
-        low = self.q_norm(low.contiguous())
-        entry = [self.kv_norm(latent.contiguous()), rotate_pairs(key, *shared.angles, mla.interleaved)]
+        norms = (self.q_norm.weight, self.kv_norm.weight, mla.norm_eps)
+        writes = step.writes[self._kind]
+        # A line is [latent | rotated key | key of the indexer]. In 8 bits only the latent has codes.
+        low = self._rotate_and_cache(joined, *norms, *shared.angles, mla.interleaved, *own, writes)
         if index is not None:
-            entry.append(index.key(*shared.angles))
-        # [T, kv_lora + rope (+ index dim)]: latent, rotated key, key of the indexer
-        cache.view(-1, cache.shape[2]).index_copy_(
-            0, step.writes[self._kind], torch.cat(entry, dim=1).to(cache.dtype)
-        )
+            key, exact = index.key(*shared.angles), own[-1]
+            exact.view(-1, exact.shape[2])[:, -key.shape[1] :].index_copy_(0, writes, key.to(exact.dtype))
         if not wanted:
             return None
         q, indexed = self._queries_of(low, index, step)
@@ -203,12 +201,12 @@ class IndexedAttention(LatentAttention, Packs):
         self, x: Tensor, shared: IndexedInput, caches: LayerCache, wanted: bool
     ) -> SparseQueries | None:
         """Compute ``_op_by_op`` with one kernel for the entries."""
-        step, (cache,), mla = shared.step, caches[self._kind], self._mla
+        step, own, mla = shared.step, caches[self._kind], self._mla
         assert self.q_norm is not None
         joined, index = self._down_of(x, step)
         norms = (self.q_norm.weight, self.kv_norm.weight, mla.norm_eps)
         writes = step.writes[self._kind]
-        low = self._write_entries(joined, *norms, *shared.angles, mla.interleaved, cache, writes, index)
+        low = self._write_entries(joined, *norms, *shared.angles, mla.interleaved, *own, writes, index)
         if not wanted:
             return None
         q, indexed = self._queries_of(low, index, step)

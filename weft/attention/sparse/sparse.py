@@ -6,6 +6,9 @@ A token reads up to two sets of entries; a layer may lack either set:
     groups   entries of whole groups of ``ratio`` positions, complete at p: (p + 1) // ratio groups. A token
              reads all groups, or ``top`` groups chosen for the token by an indexer
 
+In 8 bits an entry has codes and a scale for its first elements, and exact elements behind these
+(``kv_fp8.write_lines``). Attention reads the dequantized entry.
+
 The entry of a group is in the cache before any token reads the entry. So the visible entries follow from the
 position of a token alone, whatever the chunking of its prompt. Source: DeepSeek-V4 (2026), section 2.3.
 """
@@ -73,7 +76,8 @@ class SparseBackend(Backend):
         choose.
 
         The chosen groups have the highest sums over heads h of ``weights[h] * relu(q[h] @ key)``, computed in
-        a wide dtype; ties go to the lowest group. ``key``: the last n elements of a group's entry.
+        a wide dtype; ties go to the lowest group. ``key``: the last n elements of a group's entry, in the
+        model's dtype for any cache (the last tensor of the group's caches).
         """
 
     @abstractmethod

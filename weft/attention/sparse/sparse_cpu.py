@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.attention.base import CoreInput, LayerCache, SegmentInput, refuse_fp8
+from weft.attention.base import CoreInput, LayerCache, SegmentInput
 from weft.attention.sparse.sparse import Reads, SparseBackend
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
@@ -36,8 +36,10 @@ class CpuSparse(SparseBackend):
     ) -> None:
         """Raise ConfigError for an unsupported model, dtype or device, or without the compiled operations."""
         check_served("attention backend 'cpu'", dtype, device)
-        refuse_fp8("cpu", cache)
-        for what, size in _sizes(spec):
+        sizes = _sizes(spec)
+        if cache.fp8:
+            sizes.append(("codes of an entry in 8 bits", cache.width - cache.exact))
+        for what, size in sizes:
             if size % 16 or not 0 < size <= MAX_DIM:
                 raise ConfigError(
                     f"attention backend 'cpu' has no sparse attention with {what} of {size}: it needs a "
@@ -56,7 +58,7 @@ class CpuSparse(SparseBackend):
         made: Tensor = torch.ops.weft_cpu.sparse_select.default(
             q,
             weights.contiguous(),
-            core.caches[reads.groups][0],
+            core.caches[reads.groups][-1],
             segment.q_offsets,
             segment.starts,
             segment.tables[reads.groups],
@@ -68,13 +70,8 @@ class CpuSparse(SparseBackend):
     def attend(self, q: Tensor, out: Tensor, core: CoreInput, reads: Reads, selected: Tensor | None) -> None:
         """Write ``out`` by the compiled operation; see ``SparseBackend.attend``."""
         segment = core.segment
-        entries = groups = entry_table = group_table = None
-        if reads.entries is not None:
-            entries = core.caches[reads.entries][0]
-            entry_table = segment.tables[reads.entries]
-        if reads.groups is not None:
-            groups = core.caches[reads.groups][0]
-            group_table = segment.tables[reads.groups]
+        entries, entry_scales, entry_exact, entry_table = _cache(core, reads.entries)
+        groups, group_scales, group_exact, group_table = _cache(core, reads.groups)
         torch.ops.weft_cpu.sparse_attend.default(
             q,
             out,
@@ -89,7 +86,20 @@ class CpuSparse(SparseBackend):
             selected,
             core.sinks,
             core.scale,
+            entry_scales=entry_scales,
+            entry_exact=entry_exact,
+            group_scales=group_scales,
+            group_exact=group_exact,
         )
+
+
+def _cache(core: CoreInput, kind: int | None) -> tuple[Tensor | None, ...]:
+    """Return (entries or codes, scales, exact elements, block table) of a KV cache group; None: not there."""
+    if kind is None:
+        return (None, None, None, None)
+    first, *beside = core.caches[kind]
+    scales, exact = beside or (None, None)
+    return (first, scales, exact, core.segment.tables[kind])
 
 
 def _sizes(spec: ModelSpec) -> list[tuple[str, int]]:

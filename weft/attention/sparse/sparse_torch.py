@@ -20,10 +20,11 @@ from typing import cast
 import numpy as np
 import torch
 
-from weft.attention.base import CoreInput, LayerCache, SegmentInput, refuse_fp8
+from weft.attention.base import CoreInput, LayerCache, SegmentInput
 from weft.attention.sparse.sparse import Reads, SparseBackend, places
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
+from weft.ops import kv_fp8
 from weft.ops.registry import ALL_DTYPES
 from weft.ops.sampling import top_ids
 from weft.ops.torch_ops import wide
@@ -93,7 +94,6 @@ class TorchSparse(SparseBackend):
             raise ConfigError(f"attention backend 'torch' has no {dtype}", param="--dtype")
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"attention backend 'torch' does not run on {device.type}", param="--device")
-        refuse_fp8("torch", cache)
 
     def plan(self, segment: SegmentInput, reads: Reads, caches: LayerCache) -> _Plan:
         """Return the tiles of a segment for attention and for scores, staged on the device."""
@@ -115,7 +115,7 @@ class TorchSparse(SparseBackend):
         if not plan.scored:
             return None
         assert reads.groups is not None
-        (cache,) = core.caches[reads.groups]
+        cache = core.caches[reads.groups][-1]
         keys = cache.view(-1, cache.shape[2])[:, -q.shape[2] :]
         # [T, top]: tokens without scores choose groups 0, 1, ..; invisible groups become -1 below.
         chosen = torch.arange(reads.top, device=q.device).expand(len(q), -1).clone()
@@ -278,9 +278,9 @@ def _keys(
     found = []
     if reads.entries is not None:
         assert tile.entries is not None
-        found.append(_take(caches[reads.entries][0], tile.entries, reads.dim))
+        found.append(_take(caches[reads.entries], tile.entries, reads.dim))
     if reads.groups is not None:
-        cache = caches[reads.groups][0]
+        cache = caches[reads.groups]
         groups = tile.groups
         if tile.chooses:
             assert selected is not None
@@ -288,7 +288,8 @@ def _keys(
             # ``groups`` None: single queries (n = 1), gather the chosen groups. Else mask the visible groups
             # by the choice.
             if groups is None:
-                groups = places(segment.tables[reads.groups], tile.rows, chosen.clamp(min=0), cache.shape[1])
+                per_block = cache[0].shape[1]
+                groups = places(segment.tables[reads.groups], tile.rows, chosen.clamp(min=0), per_block)
                 visible = torch.cat((visible, (chosen >= 0).unsqueeze(1)), dim=2)
             else:
                 count = groups.shape[1]
@@ -303,11 +304,9 @@ def _keys(
     return keys.masked_fill_(~visible.any(dim=1).unsqueeze(2), 0.0), visible
 
 
-def _take(cache: Tensor, entries: Tensor, dim: int) -> Tensor:
+def _take(caches: tuple[Tensor, ...], entries: Tensor, dim: int) -> Tensor:
     """Return [B, K, dim]: the first elements of the entries [B, K]."""
-    return (
-        cache.view(-1, cache.shape[2])[:, :dim].index_select(0, entries.reshape(-1)).view(*entries.shape, dim)
-    )
+    return kv_fp8.take_lines(caches, entries.reshape(-1), dim).view(*entries.shape, dim)
 
 
 def _attend(

@@ -17,7 +17,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from weft.attention.base import CoreInput, LayerCache, SegmentInput, refuse_fp8
+from weft.attention.base import CoreInput, LayerCache, SegmentInput
 from weft.attention.gqa.triton_backend import STATES, longest, parts_of, tiles_of
 from weft.attention.sparse.sparse import Reads, SparseBackend
 from weft.common.errors import ConfigError
@@ -71,7 +71,6 @@ class TritonSparse(SparseBackend):
         """Raise ConfigError without Triton, and for a model, dtype or device without support."""
         name = f"attention backend {self._name!r}"
         kernels.check_served(name, dtype, device)
-        refuse_fp8(self._name, cache)
         values, rest, heads = _sizes(spec)
         if values > MAX_VALUES or rest > MAX_REST or heads > MAX_HEADS:
             raise ConfigError(
@@ -122,7 +121,7 @@ class TritonSparse(SparseBackend):
         from weft.ops.triton import choice
 
         assert reads.groups is not None
-        (cache,) = core.caches[reads.groups]
+        cache = core.caches[reads.groups][-1]
         rows = (segment.q_offsets, segment.starts)
         chosen = torch.empty(len(q), reads.top, dtype=torch.int64, device=q.device)
         width = -(-plan.groups // 4) * 4  # rows of scores begin at multiples of 16 bytes
@@ -182,7 +181,9 @@ class TritonSparse(SparseBackend):
         from weft.ops.triton import sparse
 
         heads = q.shape[1]
-        form = forms.sparse(heads, q.dtype)
+        entries, groups = _cache(core, reads.entries), _cache(core, reads.groups)
+        fp8 = any(one is not None and len(one[0]) > 1 for one in (entries, groups))
+        form = forms.sparse(heads, q.dtype, fp8)
         group = max(size for size in range(1, form.tile_m + 1) if heads % size == 0)
         front = 0 if reads.entries is None else _steps(reads.window, form.tile_n)
         places = front + plan.listed
@@ -195,8 +196,8 @@ class TritonSparse(SparseBackend):
             sparse.attend(
                 q.contiguous(),
                 whole,
-                _cache(core, reads.entries),
-                _cache(core, reads.groups),
+                entries,
+                groups,
                 selected,
                 segment.q_offsets,
                 segment.starts,
@@ -237,9 +238,9 @@ def _steps(places: int, step: int) -> int:
     return -(-places // step) * step
 
 
-def _cache(core: CoreInput, kind: int | None) -> tuple[Tensor, Tensor] | None:
-    """Return (cache, block table) of a KV cache group."""
-    return None if kind is None else (core.caches[kind][0], core.segment.tables[kind])
+def _cache(core: CoreInput, kind: int | None) -> tuple[tuple[Tensor, ...], Tensor] | None:
+    """Return (caches, block table) of a KV cache group."""
+    return None if kind is None else (core.caches[kind], core.segment.tables[kind])
 
 
 def _sizes(spec: ModelSpec) -> tuple[int, int, int]:

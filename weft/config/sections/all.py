@@ -140,8 +140,8 @@ class CacheSection(Section, frozen=True, kw_only=True):
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
         Meta(
-            description="Dtype of the KV cache. fp8: keys, values and latents in 8 bits, with one "
-            "scale per entry. auto: the model's dtype.",
+            description="Dtype of the KV cache. fp8: keys, values, latents and entries of sparse attention "
+            "in 8 bits, with one scale per entry. auto: the model's dtype.",
             extra={"reader": spelled({"fp8_e4m3": "fp8"})},
         ),
     ] = "auto"

@@ -25,6 +25,7 @@ from weft.layers.build import Build, Layer, Packs
 from weft.layers.dense import Linear, RMSNorm, RowLinear
 from weft.layers.pending_codes import take_codes
 from weft.layers.shard import Shard, joined, whole
+from weft.ops import kv_fp8
 
 Tensor = torch.Tensor
 
@@ -194,10 +195,9 @@ class SparseAttention(Layer):
         entry = self._rotate(self.line_norm(entry.contiguous()).unsqueeze(1), *mine.angles).squeeze(1)
         entries = [entry, sources] if self.compressor is not None else [entry]
         for kind, new in zip(self._kinds, entries, strict=False):
-            (cache,) = caches[kind]
-            cache.view(-1, cache.shape[2]).index_copy_(0, step.writes[kind], new.to(cache.dtype))
+            kv_fp8.write_lines(caches[kind], step.writes[kind], new)
         if self.compressor is not None and mine.completed is not None:
-            self.compressor(caches[self._kinds[1]][0], caches[self._kinds[2]][0], mine.completed)
+            self.compressor(caches[self._kinds[1]][0], caches[self._kinds[2]], mine.completed)
 
     def _attend(
         self, q: Tensor, index_q: Tensor, index_weights: Tensor, shared: SparseInput, caches: LayerCache

@@ -56,7 +56,7 @@ def latent_rope_cache(
     made: Tensor = torch.ops.weft_cpu.latent_rope_cache.default(
         joined, q_weight, weight, eps, cos, sin, interleaved, cache, writes
     )
-    return made if q_weight is not None else joined[:, : joined.shape[1] - cache.shape[2]]
+    return made if q_weight is not None else _first(joined, weight, cos)
 
 
 def latent_rope_cache_fp8(
@@ -83,7 +83,12 @@ def latent_rope_cache_fp8(
     made: Tensor = torch.ops.weft_cpu.latent_rope_cache.default(
         joined, q_weight, weight, eps, cos, sin, interleaved, cache, writes, scales, keys
     )
-    return made if q_weight is not None else joined[:, : joined.shape[1] - cache.shape[2] - keys.shape[2]]
+    return made if q_weight is not None else _first(joined, weight, cos)
+
+
+def _first(joined: Tensor, weight: Tensor, cos: Tensor) -> Tensor:
+    """Return the queries' part of ``joined``, [T, first]."""
+    return joined[:, : joined.shape[1] - len(weight) - 2 * cos.shape[1]]
 
 
 for _op in (latent_up, head_product, latent_rope_cache, latent_rope_cache_fp8):

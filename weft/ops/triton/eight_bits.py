@@ -6,10 +6,23 @@ Triton's interpreter round in the same way.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from weft.ops.triton.unpacking import halves
+
+
+def tensors_of(caches: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (codes, scales, exact elements) as kernels read caches of whole lines (``kv_fp8.write_lines``).
+
+    A plain cache is all three; its scales are not read. Codes are uint8.
+    """
+    assert all(one.is_contiguous() for one in caches), "caches are read and written in place"
+    if len(caches) == 1:
+        return caches[0], caches[0], caches[0]
+    codes, scales, exact = caches
+    return codes.view(torch.uint8), scales, exact
 
 
 @triton.jit

@@ -80,8 +80,13 @@ def latent(lines: int, dtype: torch.dtype, fp8: bool = False) -> KernelForm:
     )
 
 
-def sparse(heads: int, dtype: torch.dtype) -> KernelForm:
-    """Return the form of sparse attention: lines are heads of one query. One form for all batches."""
+def sparse(heads: int, dtype: torch.dtype, fp8: bool = False) -> KernelForm:
+    """Return the form of sparse attention: lines are heads of one query. One form for all batches.
+
+    ``fp8``: the entries are in 8 bits.
+    """
+    if fp8:
+        return latent(heads, dtype, fp8)
     if dtype == torch.float32:
         return KernelForm(tile_m=16, tile_n=16, warps=4, stages=1, plain=False)
     if heads <= 16:

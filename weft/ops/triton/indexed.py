@@ -88,10 +88,10 @@ def _latent_rope_cache(
     sin_ptr,
     cache_ptr,  # [blocks * BLOCK, WIDTH]; writes the first LORA elements of a line; with FP8 codes, uint8
     scales_ptr,  # float32 [blocks * BLOCK], with FP8
-    keys_ptr,  # the cache, with rotated keys behind the latents; with FP8 [blocks * BLOCK, ROPE]
+    keys_ptr,  # the cache, with rotated keys behind the latents; with FP8 [blocks * BLOCK, KEYS_WIDTH]
     writes_ptr,  # int64 [T]
     q_ptr,  # [T, FIRST], with Q_NORM
-    index_ptr,  # [T, DIM] of wider rows, with INDEX (without FP8); the key is the end of a line of the cache
+    index_ptr,  # [T, DIM] of wider rows, with INDEX; the key is the end of a line of ``keys_ptr``
     index_norm_ptr,  # [DIM], with INDEX
     index_bias_ptr,  # [DIM], with INDEX
     joined_stride,
@@ -105,6 +105,7 @@ def _latent_rope_cache(
     ROPE: tl.constexpr,
     ROPE_P2: tl.constexpr,
     WIDTH: tl.constexpr,
+    KEYS_WIDTH: tl.constexpr,
     FP8: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     Q_NORM: tl.constexpr,
@@ -126,7 +127,7 @@ def _latent_rope_cache(
     if INDEX:  # noqa: SIM102
         if tl.program_id(1) == 1 + Q_NORM:
             _write_index_key(
-                cache_ptr + tl.load(writes_ptr + token) * WIDTH + (WIDTH - DIM),
+                keys_ptr + tl.load(writes_ptr + token) * KEYS_WIDTH + (KEYS_WIDTH - DIM),
                 index_ptr + token * index_stride, index_norm_ptr, index_bias_ptr, cos_ptr, sin_ptr, token,
                 index_eps, ROPE, ROPE_P2, DIM, DIM_P2, INDEX_INTERLEAVED,
             )  # fmt: skip
@@ -147,7 +148,7 @@ def _latent_rope_cache(
     key = _rotated(
         row_ptr + FIRST + LORA + 0 * own, cos_ptr, sin_ptr, own, own >= 0, turns, ROPE, INTERLEAVED
     )
-    key_ptr = keys_ptr + (line * ROPE if FP8 else line * WIDTH + LORA)
+    key_ptr = keys_ptr + line * KEYS_WIDTH + (0 if FP8 else LORA)
     tl.store(key_ptr + turns[None, :], key.to(narrow), mask=(turns < ROPE)[None, :])
 
 

@@ -30,7 +30,7 @@ from weft.ops import latent_ops
 from weft.ops.latent_ops import IndexParts, Rotation
 from weft.ops.triton import interpreting
 from weft.ops.triton.attention import merge, padded
-from weft.ops.triton.eight_bits import entries
+from weft.ops.triton.eight_bits import entries, tensors_of
 from weft.ops.triton.forms import KernelForm, power
 from weft.ops.triton.fused import LONGEST_ROW
 from weft.ops.triton.indexed import _latent_rope_cache, _rotated
@@ -41,18 +41,6 @@ Tensor = torch.Tensor
 _LOG2E = 1.4426950408889634
 # Weights of the norms of the queries' part (or None) and of the latents, and epsilon.
 Norms: TypeAlias = tuple[Tensor | None, Tensor, float]
-
-
-def _tensors(caches: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (latents, scales, keys) as kernels read the caches of ``LayerCache``.
-
-    A plain cache is all three; its scales are not read. Latents in 8 bits are uint8.
-    """
-    assert all(one.is_contiguous() for one in caches), "caches are read and written in place"
-    if len(caches) == 1:
-        return caches[0], caches[0], caches[0]
-    latents, scales, keys = caches
-    return latents.view(torch.uint8), scales, keys
 
 
 def latent_rope_cache(
@@ -74,9 +62,7 @@ def latent_rope_cache(
     """
     norms, rotation = (q_weight, weight, eps), Rotation(cos, sin, interleaved)
     if not _fits(joined, norms, rotation):
-        if index is not None:
-            key = index.key(cos, sin).to(cache.dtype)
-            cache.view(-1, cache.shape[2])[:, -key.shape[1] :].index_copy_(0, writes, key)
+        _write_index_key(index, rotation, cache, writes)
         return latent_ops.latent_rope_cache(joined, *norms, *rotation, cache, writes)
     return _write(joined, norms, rotation, (cache,), writes, index)
 
@@ -93,12 +79,24 @@ def latent_rope_cache_fp8(
     scales: Tensor,
     keys: Tensor,
     writes: Tensor,
+    index: IndexParts | None = None,
 ) -> Tensor:
-    """Compute ``latent_ops.latent_rope_cache_fp8`` in one pass, with equal codes for equal latents."""
+    """Compute ``latent_ops.latent_rope_cache_fp8`` in one pass, with equal codes for equal latents.
+
+    With ``index``, write also the indexer's key of each token, the last elements of a line of ``keys``.
+    """
     norms, rotation = (q_weight, weight, eps), Rotation(cos, sin, interleaved)
     if not _fits(joined, norms, rotation):
+        _write_index_key(index, rotation, keys, writes)
         return latent_ops.latent_rope_cache_fp8(joined, *norms, *rotation, cache, scales, keys, writes)
-    return _write(joined, norms, rotation, (cache, scales, keys), writes, None)
+    return _write(joined, norms, rotation, (cache, scales, keys), writes, index)
+
+
+def _write_index_key(index: IndexParts | None, rotation: Rotation, cache: Tensor, writes: Tensor) -> None:
+    """Write the indexer's key of each token to the end of a line of ``cache``, by torch."""
+    if index is not None:
+        key = index.key(rotation.cos, rotation.sin).to(cache.dtype)
+        cache.view(-1, cache.shape[2])[:, -key.shape[1] :].index_copy_(0, writes, key)
 
 
 def _first(joined: Tensor, norms: Norms, rotation: Rotation) -> int:
@@ -121,7 +119,7 @@ def _write(
 ) -> Tensor:
     """Write the entries of a step, and return the queries' part [T, first].
 
-    caches: of the layer, see ``_tensors``. ``index``: only for a plain cache.
+    caches: of the layer, see ``tensors_of``.
     """
     q_weight, weight, eps = norms
     cos, sin, interleaved = rotation
@@ -139,11 +137,12 @@ def _write(
     dim = 1 if index is None else len(index.norm)
     _latent_rope_cache[(tokens, 1 + (q_weight is not None) + (index is not None))](
         *(joined, weight if q_weight is None else q_weight, weight, cos.contiguous(), sin.contiguous()),
-        *(*_tensors(caches), writes, q, *of_index, joined.stride(0), of_index[0].stride(0), eps),
+        *(*tensors_of(caches), writes, q, *of_index, joined.stride(0), of_index[0].stride(0), eps),
         0.0 if index is None else index.eps,
         **{"FIRST": first, "FIRST_P2": power(first), "LORA": lora, "LORA_P2": power(lora)},
         **{"ROPE": rope, "ROPE_P2": power(rope)},
         WIDTH=caches[0].shape[2],
+        KEYS_WIDTH=caches[-1].shape[2],
         FP8=len(caches) > 1,
         INTERLEAVED=interleaved,
         Q_NORM=q_weight is not None,
@@ -156,10 +155,10 @@ def _write(
     return q
 
 
-def entry_writer() -> Callable[..., Tensor]:
+def entry_writer(fp8: bool) -> Callable[..., Tensor]:
     """Return the function that writes the entries of sparse latent attention; see
     ``latent_ops.entry_writer``."""
-    return latent_rope_cache
+    return latent_rope_cache_fp8 if fp8 else latent_rope_cache
 
 
 # A row's columns lie anywhere in a step's columns. Do not compile a program per alignment.
@@ -357,7 +356,7 @@ def attend(
     """
     heads, lora = q.shape[1:]
     cos, sin = (one.contiguous() for one in angles)
-    cache = _tensors(caches)
+    cache = tensors_of(caches)
     rope = 2 * cos.shape[1]
     assert all(one.is_contiguous() for one in (turned[0], q, out)), "attention takes contiguous memory"
     assert q.dtype == turned.dtype == cache[2].dtype, "queries and cache are of one dtype"

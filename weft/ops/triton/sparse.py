@@ -3,6 +3,9 @@
     list      window entries in order, then groups: the chosen ones (``choice``), or all that are complete at
               the token
 
+    8 bits    an entry is codes of its first elements with a scale, and exact elements behind. If the codes
+              are the whole value, scales multiply scores and weights, as in ``latent``
+
 Lists start at absolute places, and the kernel has one form per model. Grids depend only on numbers that the
 host bounds; a program returns at the end of its list.
 
@@ -10,6 +13,8 @@ Sources: DeepSeek-V3.2 (2025), section 2; Flash-Decoding, pytorch.org/blog/flash
 """
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import torch
 import triton
@@ -19,23 +24,31 @@ from weft.ops.latent_ops import Rotation
 from weft.ops.triton import interpreting
 from weft.ops.triton.attention import merge, padded
 from weft.ops.triton.choice import _tile
+from weft.ops.triton.eight_bits import entries, tensors_of
 from weft.ops.triton.forms import KernelForm
 from weft.ops.triton.indexed import _rotated
+from weft.ops.triton.unpacking import halves
 
 Tensor = torch.Tensor
+PagedLines: TypeAlias = tuple[tuple[Tensor, ...], Tensor]
 
 _LOG2E = 1.4426950408889634
 
 
 @triton.jit
 def _walk_lines(
-    acc, total, high, q, rest, cache_ptr, table_ptr, chosen_ptr, base, begin, stop, low, scale,
-    WIDTH: tl.constexpr, PER_BLOCK: tl.constexpr, VALUES: tl.constexpr, VALUES_P2: tl.constexpr,
-    REST: tl.constexpr, REST_P2: tl.constexpr, TILE_N: tl.constexpr, CHOSEN: tl.constexpr,
-    WIDEN: tl.constexpr,
+    acc, total, high, q, rest, codes_ptr, scales_ptr, exact_ptr, table_ptr, chosen_ptr, base, begin, stop,
+    low, scale, CODED: tl.constexpr, WIDTH: tl.constexpr, PER_BLOCK: tl.constexpr, VALUES: tl.constexpr,
+    VALUES_P2: tl.constexpr, REST: tl.constexpr, REST_P2: tl.constexpr, TILE_N: tl.constexpr,
+    CHOSEN: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Attend to places [begin, stop) of a list and return the new state. Place i below ``low`` is empty;
-    else the entry is ``base + i``, or with CHOSEN element i of ``chosen_ptr``."""
+    else the entry is ``base + i``, or with CHOSEN element i of ``chosen_ptr``.
+
+    An entry has WIDTH elements at ``exact_ptr``, behind CODED codes (0: a plain cache).
+    """
+    TYPE: tl.constexpr = exact_ptr.dtype.element_ty
+    FACTORED: tl.constexpr = CODED == VALUES and tl.float16 != TYPE
     steps = tl.arange(0, TILE_N)
     dims = tl.arange(0, VALUES_P2)
     more = tl.arange(0, REST_P2)
@@ -47,13 +60,31 @@ def _walk_lines(
             entry = tl.load(chosen_ptr + at, mask=own, other=0).to(tl.int32)
         entry = tl.where(own, entry, 0)
         block = tl.load(table_ptr + entry // PER_BLOCK, mask=own, other=0).to(tl.int64)
-        line_ptrs = cache_ptr + (block * PER_BLOCK + entry % PER_BLOCK) * WIDTH
-        lines = tl.load(
-            line_ptrs[:, None] + dims[None, :], mask=own[:, None] & (dims[None, :] < VALUES), other=0.0
-        )
+        place = block * PER_BLOCK + entry % PER_BLOCK
+        # Element CODED of an entry is the first element of an exact line.
+        line_ptrs = exact_ptr + place * WIDTH - CODED
+        wanted = own[:, None] & (dims[None, :] < VALUES)
+        if CODED > 0:
+            codes = tl.load(
+                codes_ptr + place[:, None] * CODED + dims[None, :],
+                mask=wanted & (dims[None, :] < CODED),
+                other=0,
+            )
+            scales = tl.load(scales_ptr + place, mask=own, other=0.0)
+            lines = halves(codes, False).to(TYPE) if FACTORED else entries(codes, scales, TYPE)
+            if CODED < VALUES:
+                behind = dims[None, :] >= CODED
+                exact = tl.load(line_ptrs[:, None] + dims[None, :], mask=wanted & behind, other=0.0)
+                lines = tl.where(behind, exact, lines)
+        else:
+            lines = tl.load(line_ptrs[:, None] + dims[None, :], mask=wanted, other=0.0)
         if WIDEN:
             lines = lines.to(tl.float32)
         scores = tl.dot(q, tl.trans(lines), input_precision="ieee")
+        if FACTORED:
+            # The numbers of codes are too small by 2^8.
+            scales *= 256.0
+            scores *= scales[None, :]
         if REST > 0:
             keys = tl.load(
                 line_ptrs[:, None] + VALUES + more[None, :],
@@ -70,7 +101,10 @@ def _walk_lines(
         kept = tl.exp2(high - level)
         weights = tl.exp2(scores - level[:, None])
         total = total * kept + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(lines.dtype), lines, acc * kept[:, None], input_precision="ieee")
+        weights = weights.to(lines.dtype)
+        if FACTORED:
+            weights = (weights.to(tl.float32) * scales[None, :]).to(lines.dtype)
+        acc = tl.dot(weights, lines, acc * kept[:, None], input_precision="ieee")
         high = higher
     return acc, total, high
 
@@ -95,8 +129,12 @@ def _attend_lines(
     sin_ptr,
     out_ptr,  # [T, HEADS, VALUES]; with SPLIT float32 [T - token_base, HEADS, splits, VALUES]
     lse_ptr,  # with SPLIT float32 [T - token_base, HEADS, splits]
-    entries_ptr,  # with WINDOW: [blocks, ENTRIES_BLOCK, ENTRIES_WIDTH]
-    groups_ptr,  # with RATIO: [blocks, GROUPS_BLOCK, GROUPS_WIDTH]
+    entries_codes_ptr,  # with WINDOW and ENTRIES_CODED: uint8 [blocks, ENTRIES_BLOCK, ENTRIES_CODED]
+    entries_scales_ptr,  # float32 [blocks, ENTRIES_BLOCK]
+    entries_ptr,  # with WINDOW: exact elements [blocks, ENTRIES_BLOCK, ENTRIES_WIDTH]
+    groups_codes_ptr,  # with RATIO and GROUPS_CODED: uint8 [blocks, GROUPS_BLOCK, GROUPS_CODED]
+    groups_scales_ptr,  # float32 [blocks, GROUPS_BLOCK]
+    groups_ptr,  # with RATIO: exact elements [blocks, GROUPS_BLOCK, GROUPS_WIDTH]
     offsets_ptr,  # int32 [R + 1]
     starts_ptr,  # int64 [R]
     entries_table_ptr,  # int64 [R, entries_stride]
@@ -122,9 +160,11 @@ def _attend_lines(
     INTERLEAVED: tl.constexpr,
     WINDOW: tl.constexpr,
     ENTRIES_BLOCK: tl.constexpr,
+    ENTRIES_CODED: tl.constexpr,
     ENTRIES_WIDTH: tl.constexpr,
     RATIO: tl.constexpr,
     GROUPS_BLOCK: tl.constexpr,
+    GROUPS_CODED: tl.constexpr,
     GROUPS_WIDTH: tl.constexpr,
     CHOSEN: tl.constexpr,
     TOP: tl.constexpr,
@@ -185,15 +225,18 @@ def _attend_lines(
         base = at + 1 - FRONT
         low = tl.maximum(FRONT - WINDOW, -base)
         acc, total, high = _walk_lines(
-            acc, total, high, q, rest, entries_ptr, entries_table_ptr + row * entries_stride, chosen_ptr,
-            base, tl.maximum(begin, low // TILE_N * TILE_N), tl.minimum(stop, FRONT), low, scale,
-            ENTRIES_WIDTH, ENTRIES_BLOCK, VALUES, VALUES_P2, REST, REST_P2, TILE_N, False, WIDEN,
+            acc, total, high, q, rest, entries_codes_ptr, entries_scales_ptr, entries_ptr,
+            entries_table_ptr + row * entries_stride, chosen_ptr, base,
+            tl.maximum(begin, low // TILE_N * TILE_N), tl.minimum(stop, FRONT), low, scale,
+            ENTRIES_CODED, ENTRIES_WIDTH, ENTRIES_BLOCK, VALUES, VALUES_P2, REST, REST_P2, TILE_N, False,
+            WIDEN,
         )  # fmt: skip
     if RATIO > 0:
         acc, total, high = _walk_lines(
-            acc, total, high, q, rest, groups_ptr, groups_table_ptr + row * groups_stride,
-            chosen_ptr + place * TOP, 0, tl.maximum(begin - FRONT, 0), stop - FRONT, 0, scale,
-            GROUPS_WIDTH, GROUPS_BLOCK, VALUES, VALUES_P2, REST, REST_P2, TILE_N, CHOSEN, WIDEN,
+            acc, total, high, q, rest, groups_codes_ptr, groups_scales_ptr, groups_ptr,
+            groups_table_ptr + row * groups_stride, chosen_ptr + place * TOP, 0,
+            tl.maximum(begin - FRONT, 0), stop - FRONT, 0, scale, GROUPS_CODED, GROUPS_WIDTH, GROUPS_BLOCK,
+            VALUES, VALUES_P2, REST, REST_P2, TILE_N, CHOSEN, WIDEN,
         )  # fmt: skip
 
     if SINKS and not SPLIT:
@@ -215,8 +258,8 @@ def _attend_lines(
 def attend(
     q: Tensor,
     out: Tensor,
-    entries: tuple[Tensor, Tensor] | None,
-    groups: tuple[Tensor, Tensor] | None,
+    entries: PagedLines | None,
+    groups: PagedLines | None,
     chosen: Tensor | None,
     offsets: Tensor,
     starts: Tensor,
@@ -236,31 +279,32 @@ def attend(
     """Attend to the lists of the tokens of ``tiles`` (int64 [n]: row << 32 | query, one per token).
 
     q: [T, heads, dim], out: [T, heads, n], n <= dim: a value is the first n elements of a line. entries and
-    groups: (cache [blocks, per block, width], table int64 [R, W]) or None; a key is the first dim elements of
-    a line. All of one dtype. chosen: int64 [T, top], or None: all complete groups. A program computes
+    groups: (caches of a layer, table int64 [R, W]) or None. Caches are (lines [blocks, per block, width],),
+    or in 8 bits (codes, scales, exact elements), except codes and scales of the queries' dtype; a key is the
+    first dim elements of a line. chosen: int64 [T, top], or None: all complete groups. A program computes
     ``group`` heads, which divide the heads. sinks: [heads], see ``merge``. split: places of the list per
-    split, a multiple of ``form.tile_n``, or 0. With splits, the tiles are the tokens [tokens[0], tokens[1]).
-    rest: q is only the first n elements of the queries; the others are the end of each head of rest[0] [T,
-    heads, line], where tokens may lie apart, rotated by angles float32 [T, (dim - n) / 2].
+    split, a multiple of ``form.tile_n``, or 0. With splits, the tiles are tokens[0] to tokens[1] - 1. rest:
+    q is only the first n elements of the queries; the others are the end of each head of rest[0] [T, heads,
+    line], where tokens may lie apart, rotated by angles float32 [T, (dim - n) / 2].
     """
-    heads, values = q.shape[1], out.shape[2]
+    heads, values, begin = q.shape[1], out.shape[2], tokens[0]
     cached = [one for one in (entries, groups) if one is not None]
-    assert all(one.is_contiguous() for one in (q, out, *(cache for cache, _ in cached))), "not contiguous"
-    assert all(cache.dtype == q.dtype for cache, _ in cached), "queries and cache are of one dtype"
+    assert all(one.is_contiguous() for one in (q, out)), "not contiguous"
+    assert all(caches[-1].dtype == q.dtype for caches, _ in cached), "queries and cache are of one dtype"
     assert split % form.tile_n == heads % group == 0, "splits are whole steps, parts of the heads are equal"
-    begin = tokens[0]
     target, lse = _states(out, tokens[1] - begin, splits) if split else (out, out)
-    (window_cache, window_table), (group_cache, group_table) = entries or cached[0], groups or cached[0]
+    (near, window_table), (far, group_table) = entries or cached[0], groups or cached[0]
     turning, sizes = _sizes_of(q, values, rest)
     tiling = {"HEADS": heads, "GROUP": group, "TILE_M": form.tile_m, "TILE_N": form.tile_n}
     tiling |= {"num_warps": form.warps, "num_stages": form.stages}
     _attend_lines[(tiles.shape[0], heads // group, splits)](
-        *(q, *turning, target, lse, window_cache, group_cache, offsets, starts, window_table, group_table),
-        *(starts if chosen is None else chosen, q if sinks is None else sinks, tiles, scale * _LOG2E),
-        *(window_table.stride(0), group_table.stride(0), split, splits, begin, turning[0].stride(0)),
+        *(q, *turning, target, lse, *tensors_of(near), *tensors_of(far), offsets, starts),
+        *(window_table, group_table, starts if chosen is None else chosen, q if sinks is None else sinks),
+        *(tiles, scale * _LOG2E, window_table.stride(0), group_table.stride(0), split, splits, begin),
+        turning[0].stride(0),
         **sizes,
-        **_set_of("ENTRIES", window_cache),
-        **_set_of("GROUPS", group_cache),
+        **_set_of("ENTRIES", near, values),
+        **_set_of("GROUPS", far, values),
         WINDOW=0 if entries is None else window,
         RATIO=0 if groups is None else ratio,
         CHOSEN=chosen is not None,
@@ -290,9 +334,11 @@ def _sizes_of(
     return (turning, cos.contiguous(), sin.contiguous()), sizes
 
 
-def _set_of(name: str, cache: Tensor) -> dict[str, int]:
-    """Return the sizes of a set of entries: [blocks, per block, width]."""
-    return {f"{name}_BLOCK": cache.shape[1], f"{name}_WIDTH": cache.shape[2]}
+def _set_of(name: str, caches: tuple[Tensor, ...], values: int) -> dict[str, int]:
+    """Return the sizes of a set of entries: positions per block, codes, and exact elements."""
+    coded = caches[0].shape[2] if len(caches) > 1 else 0
+    assert coded <= values, "the elements behind a value are exact"
+    return {f"{name}_BLOCK": caches[0].shape[1], f"{name}_CODED": coded, f"{name}_WIDTH": caches[-1].shape[2]}
 
 
 def _states(out: Tensor, tokens: int, splits: int) -> tuple[Tensor, Tensor]:

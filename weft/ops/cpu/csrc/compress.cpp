@@ -8,6 +8,7 @@
 // The host does not need to know which groups are complete: positions determine them here. An entry's bits depend on
 // its sources alone, added oldest first.
 
+#include "fp8.h"
 #include "operators.h"
 #include "rows.h"
 
@@ -85,21 +86,60 @@ inline void rotate(float* x, int64_t size, const float* cos, const float* sin, i
   }
 }
 
+// Where entries of `size` elements go. In 8 bits: `coded` codes and a scale, and the elements behind the codes.
+template <class T>
+struct Target {
+  T* data;  // whole entries, or the elements behind the codes
+  int64_t size;
+  uint8_t* codes = nullptr;
+  float* scales = nullptr;
+  int64_t coded = 0;
+
+  static Target of(const Tensor& groups, const std::optional<Tensor>& scales, const std::optional<Tensor>& exact,
+                   int64_t size) {
+    WEFT_CHECK(scales.has_value() == exact.has_value(), "compress_groups: scales without exact elements");
+    const Tensor& plain = exact ? *exact : groups;
+    const int64_t coded = exact ? groups.size(2) : 0;
+    WEFT_CHECK(plain.dim() == 3 && plain.is_contiguous() && plain.size(2) + coded == size &&
+                   plain.dtype() == dtype_of<T>,
+               "compress_groups: groups");
+    if (!exact) return {plain.mutable_data_ptr<T>(), size};
+    WEFT_CHECK(groups.is_contiguous() && groups.dtype() == Dtype::f8 && coded % kLanes == 0 &&
+                   groups.sizes().leading(2) == plain.sizes().leading(2),
+               "compress_groups: codes");
+    WEFT_CHECK(scales->dtype() == Dtype::f32 && scales->is_contiguous() &&
+                   scales->sizes() == groups.sizes().leading(2),
+               "compress_groups: scales");
+    return {plain.mutable_data_ptr<T>(), size, static_cast<uint8_t*>(groups.mutable_data_ptr()),
+            scales->mutable_data_ptr<float>(), coded};
+  }
+
+  // Writes an entry of floats. `memory`: `size` elements. Codes are those of the entry in the model's dtype.
+  void write(int64_t place, const float* made, T* memory) const {
+    T* entry = codes ? memory : data + place * size;
+    in_steps(size, [&](int64_t at, int lanes) { put(entry + at, take(made + at, lanes), lanes); });
+    if (!codes) return;
+    scales[place] = quantize_line(entry, coded, codes + place * coded);
+    std::memcpy(data + place * (size - coded), entry + coded, size_t(size - coded) * sizeof(T));
+  }
+};
+
 }  // namespace
 
 // sources [blocks, block, overlap * 2 n]; groups [.., n], written; writes int64 [T]: a group's entry goes to the place
 // of its last token, divided by ratio. cos, sin float [T, half]: of the first position of the group that a token would
-// complete. bias float [overlap * ratio, n]; norms: float weights of each vector, n elements together.
+// complete. bias float [overlap * ratio, n]; norms: float weights of each vector, n elements together. In 8 bits groups
+// are codes, with float scales [blocks, per block], and exact elements behind the codes.
 void compress_groups(const Tensor& sources, const Tensor& groups, const Tensor& offsets, const Tensor& starts,
                      const Tensor& table, const Tensor& writes, const Tensor& cos, const Tensor& sin,
-                     const Tensor& bias, const std::vector<Tensor>& norms, int64_t ratio, int64_t overlap, double eps) {
+                     const Tensor& bias, const std::vector<Tensor>& norms, int64_t ratio, int64_t overlap, double eps,
+                     const std::optional<Tensor>& scales, const std::optional<Tensor>& exact) {
   WEFT_CHECK(ratio > 0 && overlap > 0 && bias.dim() == 2 && bias.size(0) == overlap * ratio && bias.is_contiguous() &&
                  bias.dtype() == Dtype::f32,
              "compress_groups: bias");
   const int64_t size = bias.size(1), tokens = writes.size(0), rows = starts.size(0), half = cos.size(1);
   WEFT_CHECK(sources.dim() == 3 && sources.is_contiguous() && sources.size(2) == overlap * 2 * size &&
-                 groups.dim() == 3 && groups.is_contiguous() && groups.size(2) == size &&
-                 groups.dtype() == sources.dtype(),
+                 groups.dim() == 3,
              "compress_groups: caches");
   WEFT_CHECK(offsets.is_contiguous() && starts.is_contiguous() && offsets.size(0) == rows + 1 && table.dim() == 2 &&
                  table.is_contiguous() && table.size(0) == rows && writes.dim() == 1 && writes.is_contiguous(),
@@ -138,9 +178,10 @@ void compress_groups(const Tensor& sources, const Tensor& groups, const Tensor& 
       }
     }
     const float *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
-    T* to = groups.mutable_data_ptr<T>();
+    const Target<T> target = Target<T>::of(groups, scales, exact, size);
     over_rows(int64_t(complete.size()), overlap * ratio * 2 * size, [&](int64_t begin, int64_t end) {
       std::vector<float> made(static_cast<size_t>(2 * size));
+      std::vector<T> memory(static_cast<size_t>(size));
       for (int64_t i = begin; i < end; ++i) {
         const Complete& group = complete[size_t(i)];
         float *pooled = made.data(), *normed = pooled + size;
@@ -152,8 +193,7 @@ void compress_groups(const Tensor& sources, const Tensor& groups, const Tensor& 
           pooled += n;
           normed += n;
         }
-        T* entry = to + place[group.token] / ratio * size;
-        in_steps(size, [&](int64_t at, int lanes) { put(entry + at, take(made.data() + size + at, lanes), lanes); });
+        target.write(place[group.token] / ratio, made.data() + size, memory.data());
       }
     });
   });

@@ -163,7 +163,7 @@ void check_lines(const Tensor& cache, const std::optional<Tensor>& scales, const
 }  // namespace
 
 // joined [T, first + lora + rope]. Returns the first part normalized by q_weight [first]. Without q_weight the first
-// part is untouched, and an empty tensor is returned.
+// part is untouched, and an empty tensor is returned. A line may be longer than its latent and key.
 Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_weight, const Tensor& weight, double eps,
                          const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& cache,
                          const Tensor& writes, const std::optional<Tensor>& scales,
@@ -172,9 +172,12 @@ Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_we
              "latent_rope_cache: shapes");
   const int64_t tokens = joined.size(0), lora = weight.size(0);
   const Angles angles = Angles::of(cos, sin, tokens, interleaved);
-  const int64_t width = lora + 2 * angles.half, first = joined.size(1) - width;
-  WEFT_CHECK(first >= 0 && cache.dim() == 3, "latent_rope_cache: cache");
-  check_lines(cache, scales, rotated, joined.dtype(), lora, width - lora);
+  const int64_t rope = 2 * angles.half, first = joined.size(1) - lora - rope;
+  WEFT_CHECK(first >= 0 && cache.dim() == 3 && (!rotated || rotated->dim() == 3), "latent_rope_cache: cache");
+  // Elements behind a latent: the rotated key, and possibly elements that others write.
+  const int64_t behind = rotated ? rotated->size(2) : cache.size(2) - lora;
+  WEFT_CHECK(behind >= rope, "latent_rope_cache: ", behind, " elements behind a latent, and keys of ", rope);
+  check_lines(cache, scales, rotated, joined.dtype(), lora, behind);
   WEFT_CHECK(weight.dtype() == joined.dtype(), "latent_rope_cache: dtypes");
   WEFT_CHECK(
       !q_weight || (q_weight->numel() == first && q_weight->is_contiguous() && q_weight->dtype() == joined.dtype()),
@@ -192,15 +195,15 @@ Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_we
     T *to = q.mutable_data_ptr<T>(), *lines = scales ? nullptr : cache.mutable_data_ptr<T>();
     uint8_t* codes = scales ? static_cast<uint8_t*>(cache.mutable_data_ptr()) : nullptr;
     const int64_t stride = joined.stride(0);
-    over_rows_later(tokens, first + width, [=](int64_t begin, int64_t end) {
+    over_rows_later(tokens, joined.size(1), [=](int64_t begin, int64_t end) {
       T latent[attend::kMaxDim];
       for (int64_t t = begin; t < end; ++t) {
         const T* row = from + t * stride;
-        T* line = codes ? latent : lines + place[t] * width;
+        T* line = codes ? latent : lines + place[t] * (lora + behind);
         if (qw) norm_row<T>(row, nullptr, qw, float(eps), first, nullptr, to + t * first);
         norm_row<T>(row + first, nullptr, w, float(eps), lora, nullptr, line);
         if (codes) scales->mutable_data_ptr<float>()[place[t]] = quantize_line(latent, lora, codes + place[t] * lora);
-        T* key = codes ? rotated->mutable_data_ptr<T>() + place[t] * (width - lora) : line + lora;
+        T* key = codes ? rotated->mutable_data_ptr<T>() + place[t] * behind : line + lora;
         angles.rotate(t, row + first + lora, key);
       }
     });

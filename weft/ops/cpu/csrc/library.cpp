@@ -55,7 +55,8 @@ void describe_attention(torch::Library& m) {
       m,
       "sparse_attend(Tensor q, Tensor(a!) out, Tensor q_offsets, Tensor starts, Tensor? entries, Tensor? entry_table, "
       "int window, Tensor? groups, Tensor? group_table, int ratio, Tensor? chosen, Tensor? sinks, float scale, "
-      "int engine=0) -> ()");
+      "int engine=0, Tensor? entry_scales=None, Tensor? entry_exact=None, Tensor? group_scales=None, "
+      "Tensor? group_exact=None) -> ()");
   add<attend::sparse_select>(
       m,
       "sparse_select(Tensor q, Tensor weights, Tensor cache, Tensor q_offsets, Tensor starts, Tensor table, int ratio, "
@@ -63,7 +64,8 @@ void describe_attention(torch::Library& m) {
   add<compress_groups>(
       m,
       "compress_groups(Tensor sources, Tensor(a!) groups, Tensor q_offsets, Tensor starts, Tensor table, "
-      "Tensor writes, Tensor cos, Tensor sin, Tensor bias, Tensor[] norms, int ratio, int overlap, float eps) -> ()");
+      "Tensor writes, Tensor cos, Tensor sin, Tensor bias, Tensor[] norms, int ratio, int overlap, float eps, "
+      "Tensor(b!)? scales=None, Tensor(c!)? exact=None) -> ()");
   add<latent_rope_cache>(
       m,
       "latent_rope_cache(Tensor joined, Tensor? q_weight, Tensor weight, float eps, Tensor cos, Tensor sin, "

@@ -36,7 +36,9 @@ void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, co
                    const std::optional<Tensor>& entries, const std::optional<Tensor>& entry_table, int64_t window,
                    const std::optional<Tensor>& groups, const std::optional<Tensor>& group_table, int64_t ratio,
                    const std::optional<Tensor>& chosen, const std::optional<Tensor>& sinks, double scale,
-                   int64_t engine);
+                   int64_t engine, const std::optional<Tensor>& entry_scales,
+                   const std::optional<Tensor>& entry_exact, const std::optional<Tensor>& group_scales,
+                   const std::optional<Tensor>& group_exact);
 Tensor sparse_select(const Tensor& q, const Tensor& weights, const Tensor& cache, const Tensor& offsets,
                      const Tensor& starts, const Tensor& table, int64_t ratio, int64_t top, int64_t engine);
 
@@ -46,7 +48,8 @@ Tensor sparse_select(const Tensor& q, const Tensor& weights, const Tensor& cache
 
 void compress_groups(const Tensor& sources, const Tensor& groups, const Tensor& offsets, const Tensor& starts,
                      const Tensor& table, const Tensor& writes, const Tensor& cos, const Tensor& sin,
-                     const Tensor& bias, const std::vector<Tensor>& norms, int64_t ratio, int64_t overlap, double eps);
+                     const Tensor& bias, const std::vector<Tensor>& norms, int64_t ratio, int64_t overlap, double eps,
+                     const std::optional<Tensor>& scales, const std::optional<Tensor>& exact);
 
 // --- latent.cpp ---
 

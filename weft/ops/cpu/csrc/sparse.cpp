@@ -9,6 +9,7 @@
 // A row's bits depend on its query and its list alone; a score's bits on its query, its weights and one key.
 
 #include "attend_tile.h"
+#include "fp8.h"
 #include "operators.h"
 
 #include <bit>
@@ -19,12 +20,32 @@ namespace weft {
 namespace attend {
 namespace {
 
-// A paged cache of entries of `width` elements; `dim` elements from `from` on are read.
+// Tensors of a cache in 8 bits beside the codes: a scale for each entry, and the elements behind the codes.
+struct InEight {
+  const std::optional<Tensor>&scales, &exact;
+
+  void check(const Tensor& codes, int64_t dim) const {
+    if (!exact) return;
+    WEFT_CHECK(codes.dim() == 3 && codes.is_contiguous() && codes.dtype() == Dtype::f8 &&
+                   codes.size(2) % kLanes == 0 && codes.size(2) <= dim &&
+                   codes.sizes().leading(2) == exact->sizes().leading(2),
+               "sparse: codes");
+    WEFT_CHECK(scales->dtype() == Dtype::f32 && scales->is_contiguous() &&
+                   scales->sizes() == codes.sizes().leading(2),
+               "sparse: scales");
+  }
+};
+
+// A paged cache of entries of `width` elements; `dim` elements from `from` on are read. In 8 bits an entry has `coded`
+// codes and a scale, and `width` elements behind the codes.
 template <class T>
 struct Entries {
   const T* data = nullptr;
   const int64_t* table = nullptr;
   int64_t table_width = 0, block = 1, blocks = 0, width = 0, from = 0;
+  const uint8_t* codes = nullptr;
+  const float* scales = nullptr;
+  int64_t coded = 0;
 
   static Entries of(const Tensor& cache, const Tensor& table, int64_t rows, int64_t dim, bool last) {
     WEFT_CHECK(cache.dim() == 3 && cache.is_contiguous() && cache.dtype() == dtype_of<T>, "sparse: cache");
@@ -40,9 +61,40 @@ struct Entries {
             last ? cache.size(2) - dim : 0};
   }
 
-  const T* at(int64_t row, int64_t entry) const {
-    const int64_t id = table[row * table_width + entry / block];
-    return data + (id * block + entry % block) * width + from;
+  // The first `dim` elements of the entries of `cache`, or of the codes `cache` and what is beside the codes.
+  static Entries first(const Tensor& cache, const InEight& beside, const Tensor& table, int64_t rows, int64_t dim) {
+    WEFT_CHECK(beside.scales.has_value() == beside.exact.has_value(), "sparse: scales without exact elements");
+    if (!beside.exact) return of(cache, table, rows, dim, false);
+    const Tensor& exact = *beside.exact;
+    WEFT_CHECK(exact.dim() == 3 && exact.is_contiguous() && exact.dtype() == dtype_of<T>, "sparse: exact elements");
+    WEFT_CHECK(table.dim() == 2 && table.is_contiguous() && table.size(0) == rows, "sparse: table");
+    beside.check(cache, dim);
+    WEFT_CHECK(dim % kLanes == 0 && dim <= std::min<int64_t>(kMaxDim, cache.size(2) + exact.size(2)), "sparse: ", dim,
+               " elements of entries of ", cache.size(2) + exact.size(2));
+    return {exact.const_data_ptr<T>(),
+            table.const_data_ptr<int64_t>(),
+            table.size(1),
+            exact.size(1),
+            exact.size(0),
+            exact.size(2),
+            0,
+            static_cast<const uint8_t*>(cache.const_data_ptr()),
+            beside.scales->const_data_ptr<float>(),
+            cache.size(2)};
+  }
+
+  int64_t place(int64_t row, int64_t entry) const {
+    return table[row * table_width + entry / block] * block + entry % block;
+  }
+  const T* at(int64_t row, int64_t entry) const { return data + place(row, entry) * width + from; }
+
+  // The first `dim` elements of an entry. An entry in 8 bits is dequantized to `copy`.
+  const T* line(int64_t row, int64_t entry, int64_t dim, T* copy) const {
+    if (!codes) return at(row, entry);
+    const int64_t line = place(row, entry);
+    dequantize_line(codes + line * coded, scales[line], coded, copy);
+    std::memcpy(copy + coded, data + line * width, size_t(dim - coded) * sizeof(T));
+    return copy;
   }
 
   // Checks that every table entry from `low` on, below `high`, names a block of the cache.
@@ -94,7 +146,7 @@ struct Chosen {
   float scale;
   const float* sinks;  // per head, times log2(e), or null
   int key, value;
-  int rest = 0, copied = 0, window = 0;
+  int rest = 0, copied = entries.codes || groups.codes ? key : 0, window = 0;
 
   template <class E>
   void pack_q(const Piece& piece, typename E::elem* to) const {
@@ -109,9 +161,10 @@ struct Chosen {
         continue;
       }
       const int64_t number = place - list.window;
-      lines.k[at] = lines.v[at] = number < 0
-                                      ? entries.at(list.row, list.low + place)
-                                      : groups.at(list.row, chosen ? chosen[piece.token * top + number] : number);
+      T* copy = copied ? lines.copies + at * copied : nullptr;
+      lines.k[at] = lines.v[at] =
+          number < 0 ? entries.line(list.row, list.low + place, key, copy)
+                     : groups.line(list.row, chosen ? chosen[piece.token * top + number] : number, key, copy);
     }
   }
   float sink(const Piece& piece, int row, float most) const {
@@ -134,12 +187,15 @@ inline int64_t count_chosen(const int64_t* chosen, int64_t top, int64_t limit) {
 }  // namespace
 
 // q: [T, heads, dim]; out: [T, heads, value]; entries: [blocks, block, width >= dim] at positions; groups: the same at
-// multiples of `ratio`; chosen: int64 [T, top]; sinks: float [heads].
+// multiples of `ratio`; chosen: int64 [T, top]; sinks: float [heads]. In 8 bits entries and groups are codes, with
+// float scales [blocks, block] and exact elements behind the codes [blocks, block, ..].
 void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, const Tensor& starts,
                    const std::optional<Tensor>& entries, const std::optional<Tensor>& entry_table, int64_t window,
                    const std::optional<Tensor>& groups, const std::optional<Tensor>& group_table, int64_t ratio,
                    const std::optional<Tensor>& chosen, const std::optional<Tensor>& sinks, double scale,
-                   int64_t engine) {
+                   int64_t engine, const std::optional<Tensor>& entry_scales,
+                   const std::optional<Tensor>& entry_exact, const std::optional<Tensor>& group_scales,
+                   const std::optional<Tensor>& group_exact) {
   WEFT_CHECK(q.dim() == 3 && out.dim() == 3 && out.size(0) == q.size(0) && out.size(1) == q.size(1) &&
                  q.dtype() == out.dtype(),
              "sparse_attend: shapes");
@@ -161,8 +217,8 @@ void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, co
   with_engine(q.dtype(), engine, [&]<class T, class E>(T, E) {
     const int64_t rows = starts.size(0), top = chosen ? chosen->size(1) : 0;
     Entries<T> near, far;
-    if (entries) near = Entries<T>::of(*entries, *entry_table, rows, dim, false);
-    if (groups) far = Entries<T>::of(*groups, *group_table, rows, dim, false);
+    if (entries) near = Entries<T>::first(*entries, {entry_scales, entry_exact}, *entry_table, rows, dim);
+    if (groups) far = Entries<T>::first(*groups, {group_scales, group_exact}, *group_table, rows, dim);
     const int64_t* picks = chosen ? chosen->const_data_ptr<int64_t>() : nullptr;
     std::vector<List> lists;
     lists.reserve(size_t(tokens));
