@@ -323,7 +323,8 @@ def entries(first: int, lora: int, rope: int, index: tuple[int, int], dtype: tor
     cache = torch.empty(2, 16, lora + rope + dim, dtype=dtype)
     norms = (q_weight, weight, 1e-6, angles, angles, True)
     latent_rope_cache(joined, *norms, cache, writes, parts)
-    latent_rope_cache_fp8(joined, *norms, *latent_caches(lora, rope + dim, 16, dtype, True), writes, parts)
+    codes, scales, keys = latent_caches(lora, rope + dim, 16, dtype, True)
+    latent_rope_cache_fp8(joined, *norms, codes, scales, keys, writes, parts)
 
 
 def elementwise(dtype: torch.dtype) -> None:
