@@ -14,9 +14,10 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTH
 .PHONY: serve test quick setup ops lint types types-tests imports unit test-slow test-transformers test-levels test-arm test-grid test-ray test-nixl test-clients soak test-gpu simulate bench bench-peers wheel docs clean help
 
 # The server answers before the C++ operations are compiled, and changes to them when they are. Compiled Python modules
-# are kept, even where the environment forbids it: without them every start takes a second more.
+# are kept, even where the environment forbids it: without them every start takes a second more. By `exec` the server
+# takes the place of the shell, so the server gets the signal that ends make.
 serve: $(RUNTIME)  ## serve the bundled model on http://127.0.0.1:8000; ARGS="MODEL --port 8001" for another
-	PYTHONDONTWRITEBYTECODE= $(BIN)/weft serve --build-ops $(ARGS)
+	exec env PYTHONDONTWRITEBYTECODE= $(BIN)/weft serve --build-ops $(ARGS)
 
 # Two at a time: the tests, and beside the first ones the others by turn, whose words stand among the dots.
 test: setup ops  ## lint, types, import contracts and the default tests

@@ -7,6 +7,7 @@ under the published name (``tests.support.hub_cache``). The commands are the com
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -29,7 +30,7 @@ from tests.docs.test_commands import words
 from tests.rehearsal import rig, stand_ins
 from tests.support.hub_cache import make_hub_cache
 from tests.support.servers import ROOT, Running, Servers
-from tests.support.slowness import deadline
+from tests.support.slowness import deadline, until
 from weft.cli.main import cli
 from weft.cli.serve import server
 from weft.common import env
@@ -85,16 +86,29 @@ def servers() -> Iterator[Servers]:
 
 @contextmanager
 def running(command: list[str], **options: Any) -> Iterator[Running]:
-    """Start a server in a process group. Yield the ready server, and end the process group."""
+    """Start a server in a process group. Yield the ready server, and end the process group.
+
+    The processes of the group must end when the first process gets a signal: nothing may be left.
+    """
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, **options)
     try:
         ready = Running(process, 120)
         yield ready
         ready.close()
+        until(lambda: not in_group(process.pid), 10.0)
     finally:
-        if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def in_group(group: int) -> bool:
+    """Return True if the process group ``group`` has a process."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def check_answer(ready: Running, model: str) -> None:
