@@ -397,6 +397,22 @@ def test_another_api_server_takes_over(start_fake: Start, tmp_path: Path) -> Non
     assert sorted(records(client, found.output_file_id)) == sorted(f"c{n}" for n in range(30))
 
 
+def stops_outside_a_transaction(pids: list[int], database: Path) -> bool:
+    """Stop processes. If one of them has the write lock of ``database``, continue all and return False: a
+    stopped process keeps the lock, and no other process can write."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        with contextlib.closing(sqlite3.connect(database, timeout=1.0, isolation_level=None)) as db:
+            db.execute("BEGIN IMMEDIATE")
+            db.execute("ROLLBACK")
+    except sqlite3.OperationalError:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        return False
+    return True
+
+
 @pytest.mark.slow
 def test_a_stopped_holder_that_comes_back_writes_nothing(start_fake: Start, tmp_path: Path) -> None:
     """Two servers share a folder. The holder of the lease stops for longer than the lease, and goes on."""
@@ -411,12 +427,11 @@ def test_a_stopped_holder_that_comes_back_writes_nothing(start_fake: Start, tmp_
     file = client.files.create(file=lines(60, None, max_tokens=200), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
     first.wait(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 3, 20)  # type: ignore[union-attr]
+    before = holder()
     second = start_fake(batch_dir=folder, max_num_seqs=4)
     other = client_of(second)
-    before = holder()
     fronts = with_role(first.process.pid, "front") or [first.process.pid]
-    for pid in fronts:
-        os.kill(pid, signal.SIGSTOP)
+    first.wait(lambda: stops_outside_a_transaction(fronts, tmp_path / "dir" / "batches.sqlite"), 20)
     try:
         second.wait(lambda: holder() != before, 40)
     finally:
