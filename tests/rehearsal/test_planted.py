@@ -124,7 +124,7 @@ def memory_given_away(patch: Patch) -> None:
 
 def result_read_early(patch: Patch) -> None:
     """Plant a bug: the host reads the results of any step, captured or not, without a wait for the copies."""
-    patch.setattr(result._Copies, "there", lambda self: True)
+    patch.setattr(result._Copies, "is_complete", lambda self: True)
 
 
 def buffer_reused_early(patch: Patch) -> None:
