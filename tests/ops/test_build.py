@@ -207,7 +207,7 @@ def test_make_asks_for_the_build_every_time(target: str, tmp_path: Path) -> None
 def test_make_serve_compiles_beside_the_server() -> None:
     serve = re.search(r"^serve:.*\n\t(.*)", MAKEFILE, re.MULTILINE)
     assert serve is not None
-    assert serve.group(1).startswith("PYTHONDONTWRITEBYTECODE= $(BIN)/weft serve --build-ops")
+    assert serve.group(1).startswith("exec env PYTHONDONTWRITEBYTECODE= $(BIN)/weft serve --build-ops")
 
 
 @pytest.mark.parametrize("forbidden", ["", "1"])
