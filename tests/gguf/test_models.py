@@ -343,13 +343,13 @@ def test_what_is_not_served_is_named(tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("no such file")
     with pytest.raises(ConfigError, match=r"text\.gguf is damaged or not a GGUF file"):
         resolve_model_path(str(tmp_path / "text.gguf"))
-    writer = gguf.GGUFWriter(str(tmp_path / "mamba.gguf"), "mamba")
+    writer = gguf.GGUFWriter(str(tmp_path / "rwkv6.gguf"), "rwkv6")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match="'mamba' is not supported; there are: llama, qwen2"):
-        resolve_model_path(str(tmp_path / "mamba.gguf"))
+    with pytest.raises(ConfigError, match="'rwkv6' is not supported; there are: llama, qwen2"):
+        resolve_model_path(str(tmp_path / "rwkv6.gguf"))
     write_model(tmp_path / "pre.gguf", made("llama"), texts={**some_texts(), "pre": "unheard-of"})
     folder = resolve_model_path(str(tmp_path / "pre.gguf"))  # --tokenizer may name another
     with pytest.raises(ConfigError, match="'unheard-of' is not supported"):

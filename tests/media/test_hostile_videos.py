@@ -136,7 +136,7 @@ def test_videos_leave_the_decoders_of_images_free() -> None:
                 asyncio.ensure_future(
                     media.decode(groups(file, [0, 23]), {"video 1": memoryview(file)}, first, 0)
                 )
-                for _ in range(3)
+                for _ in range(8)
             ]
             await asyncio.sleep(0)
             await media.decode([picture()], {}, second, 0)
