@@ -313,3 +313,24 @@ class Recurrence(ABC, Generic[R]):
                     self.write(slots, begin, rows)
             if not each:
                 self.write(slots, 0, rows)
+
+
+@dataclass(slots=True)
+class Inputs:
+    """Convolution inputs of a group's rows between passes."""
+
+    past: Tensor
+    """[B, taps - 1, channels], in the model's dtype."""
+
+
+class Convolution(Recurrence[Inputs]):
+    """A recurrence whose state is the last inputs of a convolution. ``state``: as in ``read_inputs``."""
+
+    def __init__(self, state: tuple[Tensor, ...]) -> None:
+        self._state = state
+
+    def read(self, slots: Tensor, live: Tensor, fresh: Tensor) -> Inputs:
+        return Inputs(read_inputs(self._state, slots, live, fresh))
+
+    def write(self, slots: Tensor, copy: int, rows: Inputs) -> None:
+        write_inputs(self._state, slots, copy, rows.past)

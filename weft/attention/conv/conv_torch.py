@@ -8,18 +8,10 @@ column, so such a segment can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from weft.attention.conv.conv_backend import ConvBackend, ConvInput, ConvWeights
-from weft.attention.recurrent import (
-    ByRowGroups,
-    Recurrence,
-    convolve,
-    read_inputs,
-    write_inputs,
-)
+from weft.attention.recurrent import ByRowGroups, Convolution, Inputs, convolve
 
 Tensor = torch.Tensor
 
@@ -35,28 +27,14 @@ class TorchConv(ByRowGroups, ConvBackend):
         recurrence.advance((bcx,), out, conv.segment, conv.prepared, each=conv.each)
 
 
-@dataclass(slots=True)
-class _ConvRows:
-    """State of a group's rows between passes."""
-
-    past: Tensor
-    """[B, taps - 1, channels], in the model's dtype: last products."""
-
-
-class _ConvRecurrence(Recurrence[_ConvRows]):
+class _ConvRecurrence(Convolution):
     """The convolution of one layer."""
 
     def __init__(self, state: tuple[Tensor, ...], weights: ConvWeights) -> None:
-        self._state = state
+        super().__init__(state)
         self._weights = weights
 
-    def read(self, slots: Tensor, live: Tensor, fresh: Tensor) -> _ConvRows:
-        return _ConvRows(read_inputs(self._state, slots, live, fresh))
-
-    def write(self, slots: Tensor, copy: int, rows: _ConvRows) -> None:
-        write_inputs(self._state, slots, copy, rows.past)
-
-    def tokens(self, inputs: tuple[Tensor, ...], rows: _ConvRows, real: Tensor | None) -> Tensor:
+    def tokens(self, inputs: tuple[Tensor, ...], rows: Inputs, real: Tensor | None) -> Tensor:
         weights = self._weights
         exact = weights.taps.dtype
         gate, gate_out, x = (part.to(exact) for part in inputs[0].chunk(3, dim=2))

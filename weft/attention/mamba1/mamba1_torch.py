@@ -16,13 +16,13 @@ import torch
 from weft.attention.mamba1.mamba1_backend import Mamba1Backend, Mamba1Input, Mamba1Weights, Selected
 from weft.attention.recurrent import (
     ByRowGroups,
+    Convolution,
+    Inputs,
     Recurrence,
     convolve,
-    read_inputs,
     silu,
     softplus,
     tree_sum,
-    write_inputs,
 )
 
 Tensor = torch.Tensor
@@ -50,28 +50,14 @@ class TorchMamba1(ByRowGroups, Mamba1Backend):
         scan.advance(inputs, out, mamba.segment, mamba.prepared, each=mamba.each)
 
 
-@dataclass(slots=True)
-class _Inputs:
-    """Convolution inputs of a group's rows between passes."""
-
-    past: Tensor
-    """[B, taps - 1, channels], in the model's dtype."""
-
-
-class _Convolution(Recurrence[_Inputs]):
+class _Convolution(Convolution):
     """The convolution of one layer."""
 
     def __init__(self, state: Tensor, weights: Mamba1Weights) -> None:
-        self._state = (state,)
+        super().__init__((state,))
         self._weights = weights
 
-    def read(self, slots: Tensor, live: Tensor, fresh: Tensor) -> _Inputs:
-        return _Inputs(read_inputs(self._state, slots, live, fresh))
-
-    def write(self, slots: Tensor, copy: int, rows: _Inputs) -> None:
-        write_inputs(self._state, slots, copy, rows.past)
-
-    def tokens(self, inputs: tuple[Tensor, ...], rows: _Inputs, real: Tensor | None) -> Tensor:
+    def tokens(self, inputs: tuple[Tensor, ...], rows: Inputs, real: Tensor | None) -> Tensor:
         weights = self._weights
         exact = weights.taps.dtype
         made, past = convolve(inputs[0].to(exact), rows.past.to(exact), weights.taps, real)
