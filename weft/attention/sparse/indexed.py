@@ -127,8 +127,7 @@ class IndexedAttention(LatentAttention, Packs):
         Layers with an indexer also set ``shared.chosen``. logits_indices: rows to return (None: all).
         """
         step = shared.step
-        prepare = self._op_by_op if self._write_entries is None else self._by_kernel
-        made = prepare(x, shared, caches, logits_indices is None or len(logits_indices) > 0)
+        made = self._prepare(x, shared, caches, logits_indices is None or len(logits_indices) > 0)
         if made is None:  # only the cache entries were needed
             return self.out(x.new_empty(0, self._heads * self._mla.v))
         latents = self._attend(made, shared, caches)
@@ -168,20 +167,13 @@ class IndexedAttention(LatentAttention, Packs):
         q, index_q = self.q_up.both(self.indexer.q_up, low, step.adapters)
         return q.unflatten(1, (self._heads, -1)), self.indexer.split(index_q, index.joined)
 
-    def _op_by_op(
+    def _prepare(
         self, x: Tensor, shared: IndexedInput, caches: LayerCache, wanted: bool
     ) -> SparseQueries | None:
         """Write the entries of the step, and return the queries; None unless ``wanted``."""
-        step, own, mla = shared.step, caches[self._kind], self._mla
-        assert self.q_norm is not None
+        step, mla = shared.step, self._mla
         joined, index = self._down_of(x, step)
-        norms = (self.q_norm.weight, self.kv_norm.weight, mla.norm_eps)
-        writes = step.writes[self._kind]
-        # A line is [latent | rotated key | key of the indexer]. In 8 bits only the latent has codes.
-        low = self._rotate_and_cache(joined, *norms, *shared.angles, mla.interleaved, *own, writes)
-        if index is not None:
-            key, exact = index.key(*shared.angles), own[-1]
-            exact.view(-1, exact.shape[2])[:, -key.shape[1] :].index_copy_(0, writes, key.to(exact.dtype))
+        low = self._write(joined, index, shared, caches[self._kind])
         if not wanted:
             return None
         q, indexed = self._queries_of(low, index, step)
@@ -190,35 +182,36 @@ class IndexedAttention(LatentAttention, Packs):
         if changes is not None:
             nope = changes.scaled_queries(nope)
         up = self.kv_up.matrices
-        absorb = None if up.packed is None else up.packed.absorb
         # [T, heads, kv_lora]: queries in the space of latents
-        absorbed = self._product(nope, up.keys.transpose(1, 2), absorb)
-        if changes is not None:
-            absorbed = absorbed + changes.queries(nope)
-        return SparseQueries(absorbed, q, indexed)
-
-    def _by_kernel(
-        self, x: Tensor, shared: IndexedInput, caches: LayerCache, wanted: bool
-    ) -> SparseQueries | None:
-        """Compute ``_op_by_op`` with one kernel for the entries."""
-        step, own, mla = shared.step, caches[self._kind], self._mla
-        assert self.q_norm is not None
-        joined, index = self._down_of(x, step)
-        norms = (self.q_norm.weight, self.kv_norm.weight, mla.norm_eps)
-        writes = step.writes[self._kind]
-        low = self._write_entries(joined, *norms, *shared.angles, mla.interleaved, *own, writes, index)
-        if not wanted:
-            return None
-        q, indexed = self._queries_of(low, index, step)
-        nope = q[..., : mla.nope]
-        changes = self._changes(step.adapters)
-        if changes is not None:
-            nope = changes.scaled_queries(nope)
-        absorbed = q.new_empty(*q.shape[:2], mla.kv_lora)
-        self._product(nope, self.kv_up.matrices.keys.transpose(1, 2), absorbed)
+        if self._write_entries is None:
+            absorb = None if up.packed is None else up.packed.absorb
+            absorbed = self._product(nope, up.keys.transpose(1, 2), absorb)
+        else:
+            absorbed = q.new_empty(*q.shape[:2], mla.kv_lora)
+            self._product(nope, up.keys.transpose(1, 2), absorbed)
         if changes is not None:
             absorbed += changes.queries(nope)
         return SparseQueries(absorbed, q, indexed)
+
+    def _write(
+        self, joined: Tensor, index: IndexParts | None, shared: IndexedInput, own: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Write the entries of the step into the layer's caches ``own``. Return the normalized input of the
+        queries [T, q_lora].
+
+        A line is [latent | rotated key | key of the indexer]. In 8 bits only the latent has codes.
+        """
+        mla, writes = self._mla, shared.step.writes[self._kind]
+        assert self.q_norm is not None
+        norms = (self.q_norm.weight, self.kv_norm.weight, mla.norm_eps)
+        given = (joined, *norms, *shared.angles, mla.interleaved, *own, writes)
+        if self._write_entries is not None:
+            return self._write_entries(*given, index)
+        low: Tensor = self._rotate_and_cache(*given)
+        if index is not None:
+            key, exact = index.key(*shared.angles), own[-1]
+            exact.view(-1, exact.shape[2])[:, -key.shape[1] :].index_copy_(0, writes, key.to(exact.dtype))
+        return low
 
     def _attend(self, queries: SparseQueries, shared: IndexedInput, caches: LayerCache) -> Tensor:
         """Attend to the chosen entries; return sums of latents [T, heads, kv_lora].
