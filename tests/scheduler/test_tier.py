@@ -444,14 +444,20 @@ def test_a_load_at_the_admission_reserves_the_blocks_of_its_sequence() -> None:
     assert rig.loads.stats().loads == {"done": 1}
 
 
+def idle_with_a_load(blocks: int, behind: list[int]) -> TierRig:
+    """Return a rig without a step in flight: sequence 1 will load its blocks at the admission, and sequence 2
+    with the prompt ``behind`` waits behind sequence 1."""
+    disk, _ = stored(PROMPT)
+    rig = TierRig(kv_config(blocks=blocks), disk=disk)
+    for number, prompt in enumerate(([9] * 8, PROMPT, behind)):
+        rig.submit(submit(number, prompt))
+    rig.scheduler.finish(0)
+    return rig
+
+
 def test_a_load_at_the_admission_leaves_an_idle_engine_work() -> None:
     """The sequence behind is planned at once: no step in flight would bring the next plan."""
-    disk, _ = stored(PROMPT)
-    rig = TierRig(kv_config(blocks=40), disk=disk)
-    rig.submit(submit(0, [9] * 8))
-    rig.submit(submit(1, PROMPT))
-    rig.submit(submit(2, [5] * 8))
-    rig.scheduler.finish(0)
+    rig = idle_with_a_load(40, [5] * 8)
     plan = rig.scheduler.plan(rig.now)
     assert rig.loads.any_blocked
     assert plan is not None
@@ -460,12 +466,7 @@ def test_a_load_at_the_admission_leaves_an_idle_engine_work() -> None:
 
 def test_an_idle_engine_waits_for_a_load_that_reserves_blocks() -> None:
     """The sequence behind does not fit beside the reserved blocks, so there is nothing to plan."""
-    disk, _ = stored(PROMPT)
-    rig = TierRig(kv_config(blocks=12), disk=disk)
-    rig.submit(submit(0, [9] * 8))
-    rig.submit(submit(1, PROMPT))
-    rig.submit(submit(2, [5] * 16))
-    rig.scheduler.finish(0)
+    rig = idle_with_a_load(12, [5] * 16)
     assert rig.scheduler.plan(rig.now) is None
     assert rig.loads.any_blocked
     assert not rig.scheduler.has_work()
