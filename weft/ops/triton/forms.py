@@ -86,7 +86,8 @@ def sparse(heads: int, dtype: torch.dtype, fp8: bool = False) -> KernelForm:
     ``fp8``: the entries are in 8 bits.
     """
     if fp8:
-        return latent(heads, dtype, fp8)
+        # Entries in 8 bits with 32 lines spill registers, most of all if a value has exact elements.
+        return latent(16, dtype, fp8)
     if dtype == torch.float32:
         return KernelForm(tile_m=16, tile_n=16, warps=4, stages=1, plain=False)
     if heads <= 16:
