@@ -366,6 +366,19 @@ def test_ranks_compute_the_logits_of_one(name: str, tmp_path: Path) -> None:
     assert_close(found[0], expected)
 
 
+@mostly_slow("quantization", ["int8", "w8a8", "int4", "w4a8"], ["w8a8"])
+def test_ranks_round_experts_like_one(quantization: str, tmp_path: Path) -> None:
+    """Ranks that divide the inner rows of experts round weights and rows of x as one rank does."""
+    sizes = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+    saved(tmp_path, "Qwen2Moe", **sizes)
+    expected = logits_of(opened(tmp_path, "Qwen2Moe", quantization=quantization))
+    found = on_ranks(
+        Layout(tensor=2),
+        lambda mesh: logits_of(opened(tmp_path, "Qwen2Moe", quantization=quantization, mesh=mesh)),
+    )
+    assert_close(found[0], expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "GptOss"])
 def test_ranks_share_kv_heads(name: str, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from weft.models.loader import load_model
 from weft.models.quantized.filling import hold_rounded
 from weft.models.registry import WEIGHTS
 from weft.ops import cpu
-from weft.ops.coded import dequantize, to_int4, to_w4a8
+from weft.ops.coded import dequantize, row_group, to_int4, to_w4a8
 from weft.ops.torch_ops import to_int8_codes
 from weft.parallel.comm import drive, reduced
 from weft.parallel.mesh import Mesh
@@ -241,12 +241,29 @@ def test_ranks_round_what_is_made_up(load_format: str, checkpoints: Any, paged: 
 def test_rows_are_rounded_alike_on_any_number_of_ranks(inputs: int) -> None:
     """Two ranks that divide ``inputs`` round like a single rank."""
     build = Build(dtype=torch.float32, device=CPU, quantization="w4a8")
-    rounds = build.rounds_inner(inputs)
-    assert rounds == (inputs % 256 == 0)
-    assert build.matrix_op("linear", divided=inputs) is build.op("linear_w4a8" if rounds else "linear_int4")
+    group = row_group("w4a8", inputs)
+    assert group == (0 if inputs % 256 else 64)
+    assert build.matrix_op("linear", divided=inputs) is build.op("linear_w4a8" if group else "linear_int4")
     half = Shard(((0, inputs // 2),), inputs, 1)
     rounding = build.notes.weight(build.matrix(8, inputs // 2, shard=half)).note.rounds
-    assert rounding is (to_w4a8 if rounds else to_int4)
+    assert rounding is (to_w4a8 if group else to_int4)
+
+
+@pytest.mark.parametrize(("inputs", "group"), [(1024, 128), (3072, 128), (512, 64), (768, 64), (1408, 0)])
+def test_divided_rows_in_8_bits_have_steps_of_groups(inputs: int, group: int) -> None:
+    """With w8a8, two and four ranks round rows of x to the codes and steps of one rank."""
+    assert row_group("w8a8", inputs) == group
+    build = Build(dtype=torch.float32, device=CPU, quantization="w8a8")
+    op = build.op(f"linear_w8a8-{group}" if group else "linear_int8")
+    assert build.matrix_op("linear", divided=inputs) is op
+    x, weight = torch.randn(5, inputs), torch.randn(7, inputs)
+    largest = weight.abs().amax(dim=1, keepdim=True)
+    assert op.pack is not None
+    whole = op.run(x, op.pack(weight, largest), None)
+    for ranks in (2, 4):
+        parts = zip(x.chunk(ranks, dim=1), weight.chunk(ranks, dim=1), strict=True)
+        total = sum(op.run(rows, op.pack(part.contiguous(), largest), None) for rows, part in parts)
+        assert (total - whole).abs().max() <= 1e-6 * whole.abs().max()
 
 
 @pytest.mark.parametrize(("inputs", "group"), [(256, 64), (192, 32), (200, 4), (66, 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -137,6 +138,33 @@ def test_rows_of_8_bits_are_their_codes(dtype: torch.dtype, shape: tuple[int, in
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (70, 200)])
+def test_rows_and_weights_of_8_bits_in_groups(
+    dtype: torch.dtype, shape: tuple[int, int], kernel: str
+) -> None:
+    """Each group of inputs of x has its own step. A row that is not finite spoils no other row."""
+    x, weight, bias = case(45, shape, dtype)
+    x[:, 1::2] *= 100
+    x[:, 64:192] *= 1e-3  # steps of groups differ
+    x[7, shape[1] // 2] = float("inf")
+    finite = x.isfinite().all(dim=1)
+    for group in coded.ROW_GROUPS:
+        made = torch_ops.to_w8a8(weight, group=group)
+        codes, steps = torch_ops.rounded_rows(x, group)
+        rows = (codes.double() * steps.double())[finite, : shape[1]]
+        parts = made.values.double() * made.scales.double()
+        wanted = rows @ parts.T + bias.double()
+        bound = 1e-6 * (rows.abs() @ parts.abs().T + bias.double().abs())
+        bound += 1.01 * HALF_ULP[dtype] * (wanted.abs() + bound)
+        for found in (
+            ops.linear(x, ops.pack_w8a8(weight, group=group), bias),
+            torch_ops.linear_int8(x, made, bias),
+        ):
+            assert ((found[finite].double() - wanted).abs() <= bound).all()
+            assert found[7].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_of_8_bits_in_groups(dtype: torch.dtype, shape: tuple[int, int], kernel: str) -> None:
     """int8 rows against int4 weights match the float64 reference within rounding, with steps per 64
@@ -205,7 +233,10 @@ def test_rows_that_have_no_8_bits(pack: Any, dtype: torch.dtype, kernel: str) ->
     {
         "dtype": list(DTYPES),
         "shape": [(1280, 768), (768, 2304), (70, 33), (70, 4650), (70, 6176)],
-        "form": ["linear", "gated", "int8", "gated_int8", "w8a8", "gated_w8a8", "w4a8", "gated_w4a8"],
+        "form": [
+            *("linear", "gated", "int8", "gated_int8", "w8a8", "w8a8-64", "w8a8-128"),
+            *("gated_w8a8", "w4a8", "gated_w4a8"),
+        ],
     },
     slow=True,
 )
@@ -220,6 +251,8 @@ def test_bits_of_a_row_are_its_own(
         "int8": ops.pack_int8,
         "gated_int8": ops.pack_gated_int8,
         "w8a8": ops.pack_w8a8,
+        "w8a8-64": partial(ops.pack_w8a8, group=64),
+        "w8a8-128": partial(ops.pack_w8a8, group=128),
         "gated_w8a8": ops.pack_gated_w8a8,
         "w4a8": ops.pack_w4a8,
         "gated_w4a8": ops.pack_gated_w4a8,

@@ -181,8 +181,11 @@ def test_cpp_rounds_rows_of_tokens(form: str, kind: str, dtype: torch.dtype, ker
     """C++ matches a reference that shares only the codes of weights, and differs from unrounded rows."""
     weights = routed(kind, dtype)
     reference = moe.with_rounded_rows(weights) if form == "w8a8" else moe.in_w4a8(weights)
-    assert reference.gate_up.rounds_rows
-    assert reference.down.rounds_rows == (form == "w4a8")
+    if form == "w8a8":
+        assert (reference.gate_up.group, reference.down.group) == (0, 64)
+    else:
+        assert reference.gate_up.rounds_rows
+        assert reference.down.rounds_rows
     runs = (moe.moe_int8, moe.moe_tiled_int8) if form == "w8a8" else (moe.moe, moe.moe_tiled)
     for count in (1, 37):
         x, ids = tokens(count, dtype)
@@ -197,11 +200,14 @@ def test_cpp_rounds_rows_of_tokens(form: str, kind: str, dtype: torch.dtype, ker
 
 def test_halves_are_rounded_by_themselves() -> None:
     weights = routed("gated_shared", torch.float32)
-    for inner, shared in ((True, False), (False, True)):
-        made = moe.in_w4a8(replace(weights, round_inner=inner, round_shared_inner=shared))
+    for inner, shared in ((64, 0), (0, 64)):
+        chosen = replace(weights, inner_group=inner, shared_inner_group=shared)
+        made = moe.in_w4a8(chosen)
         assert made.gate_up.rounds_rows
         assert made.shared_gate_up.rounds_rows
-        assert (made.down.rounds_rows, made.shared_down.rounds_rows) == (inner, shared)
+        assert (made.down.rounds_rows, made.shared_down.rounds_rows) == (inner > 0, shared > 0)
+        made = moe.with_rounded_rows(chosen)
+        assert (made.down.group, made.shared_down.group) == (inner or None, shared or None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -115,8 +115,8 @@ class Build:
 
         ``divided`` is the total number of inputs of a matrix with inputs divided over ranks, otherwise 0.
         Rounding of x to 8 bits must not depend on the number of ranks. With ``divided``, w8a8 therefore
-        becomes int8, w8a8-fp8 becomes fp8, and w4a8 becomes int4 unless ``divided`` is a multiple of
-        ``coded.UNCUT``.
+        rounds groups of inputs (``coded.row_group``), and w8a8-fp8 becomes fp8. Without such groups w8a8
+        becomes int8, and w4a8 becomes int4.
         """
         kind = self._kind(divided)
         return self.op(name if kind == "none" or wide else f"{name}_{kind}", wide=wide)
@@ -158,7 +158,8 @@ class Build:
             note = self.notes.weight(parameter).note
             note.shard = shard
             # A part of a row cannot give the row's scale, so the loader notes the row's maximum.
-            if not wide and 0 < shard.dim == len(shape) - 1 and self._kind(shard.size) == "int8":
+            by_row = self.quantization in ("int8", "w8a8")
+            if not wide and by_row and 0 < shard.dim == len(shape) - 1:
                 note.largest = torch.zeros((*shape[:-1], 1), dtype=self.wide, device=parameter.device)
         return parameter
 
@@ -179,17 +180,17 @@ class Build:
             note.rounds = coded.GROUPED.get(self._kind(shard.size))
         return made
 
-    def rounds_inner(self, divided: int) -> bool:
-        """Return True if w4a8 rounds rows of ``divided`` inputs, which may be divided over ranks."""
-        return self._kind(divided) == "w4a8"
-
     def _kind(self, divided: int) -> str:
         """Return the quantization of a matrix; ``divided``: see ``matrix_op``."""
-        if self.quantization == "w8a8" and divided:
-            return "int8"
-        if self.quantization == "w8a8-fp8" and divided:
-            return "fp8"
-        return "int4" if self.quantization == "w4a8" and divided % coded.UNCUT else self.quantization
+        if not divided:
+            return self.quantization
+        group = coded.row_group(self.quantization, divided)
+        kinds = {
+            "w8a8": f"w8a8-{group}" if group else "int8",
+            "w4a8": "w4a8" if group else "int4",
+            "w8a8-fp8": "fp8",
+        }
+        return kinds.get(self.quantization, self.quantization)
 
 
 class Layer(nn.Module):

@@ -61,7 +61,7 @@ class RowLinear(Packs):
     """A linear layer with inputs divided over ranks according to ``inputs``. Returns a partial result.
 
     x: [T, inputs of this rank]; returns [T, outputs], to be summed over ranks. Only the first rank adds the
-    bias.
+    bias. If every rank has all inputs, the result is no part, and every rank adds the bias.
     """
 
     def __init__(self, inputs: Shard, outputs: int, build: Build, *, bias: bool = False) -> None:
@@ -71,7 +71,7 @@ class RowLinear(Packs):
         self._op = build.matrix_op("linear", divided=inputs.size)
         self._notes = build.notes
         self._packed: object = None
-        self._adds_bias = build.comm.rank == 0
+        self._adds_bias = inputs.whole or build.comm.rank == 0
         self.low = make_low_rank(build)
         """Adapters of the matrix; None without places for adapters."""
         if self.low is not None:

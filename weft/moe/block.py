@@ -23,6 +23,7 @@ from weft.moe.experts import RankExperts, rank_experts, settled
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
 from weft.moe.products import Products
+from weft.ops.coded import row_group
 from weft.ops.low_rank import AdapterRows
 from weft.ops.moe import Contribution, ExpertSum, Gate, Routed, has_codes
 from weft.ops.routing import Rule
@@ -124,8 +125,8 @@ class RoutedMLP(FeedForward, Packs):
             scale=spec.scale,
         )
         self._gate = Gate(activation=activation, limit=spec.limit, alpha=spec.alpha)
-        self._round_inner = build.rounds_inner(spec.intermediate)
-        self._round_shared_inner = build.rounds_inner(spec.shared)
+        self._inner_group = row_group(build.quantization, spec.intermediate)
+        self._shared_inner_group = row_group(build.quantization, spec.shared)
         self._build = build
         self._notes = build.notes
         op = "moe" if spec.gated else "moe_plain"
@@ -192,8 +193,8 @@ class RoutedMLP(FeedForward, Packs):
             shared_gate=None if shared is None else _data(shared.gate),
             down_largest=down_largest,
             shared_down_largest=shared_down_largest,
-            round_inner=self._round_inner,
-            round_shared_inner=self._round_shared_inner,
+            inner_group=self._inner_group,
+            shared_inner_group=self._shared_inner_group,
         )
         weights = self._completed(weights)
         pack = self._op.pack_codes if has_codes(weights) else self._op.pack

@@ -479,10 +479,24 @@ ROUNDED_NUMBERS = 1 << 20
 DEQUANTIZED = 1 << 26
 """Maximum numbers that a GPU dequantizes at a time before cuBLAS multiplies many rows."""
 INT4_GROUP = 64
+ROW_GROUPS = (128, 64)
+"""Inputs of x that may have a common step of rounding with w8a8, where ranks divide the inputs."""
 UNCUT = 4 * INT4_GROUP
 """If K is a multiple of this number, two and four ranks have whole groups."""
 LARGEST_E4M3 = 448.0
 FP8_GROUP = 128
+
+
+def row_group(quantization: str, divided: int) -> int:
+    """Return the inputs of a row of x with a common step, where ranks divide ``divided`` inputs of all rows.
+
+    0: such rows are not rounded. The number depends on no number of ranks, so that all ranks round alike.
+    """
+    if quantization not in ("w8a8", "w4a8") or divided % UNCUT:
+        return 0
+    # Small groups cost more. Eight ranks have whole groups of 128 if K is a multiple of 1024.
+    large, small = ROW_GROUPS
+    return large if quantization == "w8a8" and divided % (8 * large) == 0 else small
 
 
 def _grouped(weight: Tensor, group: int) -> tuple[Tensor, int]:

@@ -76,10 +76,10 @@ class Routed:
     when ``down`` contains only a part of each row."""
     shared_down_largest: Tensor | None = None
     """Largest magnitude of each row of the whole ``shared_down``, wide [hidden, 1]."""
-    round_inner: bool = True
-    """True if w4a8 also rounds the input rows of ``down``."""
-    round_shared_inner: bool = True
-    """True if w4a8 also rounds the input rows of ``shared_down``."""
+    inner_group: int = 64
+    """``coded.row_group`` of the input rows of ``down``; 0: w8a8 and w4a8 do not round these rows."""
+    shared_inner_group: int = 64
+    """The same for the input rows of ``shared_down``."""
     dtype: torch.dtype | None = None
     """Dtype of the activations for matrices in codes, which have no such dtype."""
 
@@ -392,10 +392,10 @@ def in_int4(weights: Routed) -> Routed:
 def in_w4a8(weights: Routed) -> Routed:
     """Return the weights with plain matrices rounded by ``coded.to_w4a8``.
 
-    The down matrices use ``to_int4`` where ``round_inner`` or ``round_shared_inner`` is False.
+    The down matrices use ``to_int4`` if their rows are not rounded.
     """
-    inner = to_w4a8 if weights.round_inner else to_int4
-    shared = to_w4a8 if weights.round_shared_inner else to_int4
+    inner = to_w4a8 if weights.inner_group else to_int4
+    shared = to_w4a8 if weights.shared_inner_group else to_int4
     return rounded(weights, to_w4a8, inner, shared)
 
 
@@ -435,17 +435,18 @@ def quantized(weights: Routed) -> Routed:
 
 
 def with_rounded_rows(weights: Routed) -> Routed:
-    """Return ``quantized`` weights that also round rows of x for the first matrix.
-
-    Rows between the two matrices of an expert are not rounded, because ranks may have only parts of such
-    rows.
-    """
+    """Return ``quantized`` weights that also round rows of x, and groups of inner rows."""
     made = quantized(weights)
-    shared = made.shared_gate_up
+
+    def rounds(matrices: Any, group: int | None) -> Any:
+        return None if matrices is None else matrices._replace(group=group)
+
     return replace(
         made,
-        gate_up=made.gate_up._replace(rounds_rows=True),
-        shared_gate_up=None if shared is None else shared._replace(rounds_rows=True),
+        gate_up=rounds(made.gate_up, 0),
+        down=rounds(made.down, made.inner_group or None),
+        shared_gate_up=rounds(made.shared_gate_up, 0),
+        shared_down=rounds(made.shared_down, made.shared_inner_group or None),
     )
 
 

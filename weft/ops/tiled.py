@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from weft.ops import fixed_shapes, torch_ops
-from weft.ops.coded import GROUPED, Codes, MixedCodes, to_fp8, to_int4, to_w4a8
+from weft.ops.coded import GROUPED, ROW_GROUPS, Codes, MixedCodes, to_fp8, to_int4, to_w4a8
 from weft.ops.fixed_shapes import aligned, row_tiles
 from weft.ops.registry import Implementation, register
 from weft.ops.torch_ops import Int8Weight, to_int8, to_w8a8, wide
@@ -115,5 +116,17 @@ for _name, _op, _pack in (
             priority=-1,
             pack_codes=torch_ops.as_they_are if _pack in (pack, *GROUPED.values()) else None,
             mixes=_pack is pack,
+        ),
+    )
+for _group in ROW_GROUPS:
+    register(
+        f"linear_w8a8-{_group}",
+        Implementation(
+            name="torch_tiled",
+            run=linear_int8,
+            pack=partial(to_w8a8, group=_group),
+            devices=("cpu",),
+            invariant=True,
+            priority=-1,
         ),
     )

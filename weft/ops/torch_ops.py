@@ -8,12 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
-from weft.ops.coded import Codes, MixedCodes, dequantize, quotient, rows_at_once, to_fp8, to_int4, to_w4a8
+from weft.ops.coded import (
+    ROW_GROUPS,
+    Codes,
+    MixedCodes,
+    dequantize,
+    quotient,
+    rows_at_once,
+    to_fp8,
+    to_int4,
+    to_w4a8,
+)
 from weft.ops.registry import Implementation, register
 
 Tensor = torch.Tensor
@@ -204,8 +215,8 @@ class Int8Weight(NamedTuple):
     """Codes, int8 [N, K]."""
     scales: Tensor
     """Scales, wide [N, 1]."""
-    rounds_rows: bool = False
-    """True if rows of x are rounded to 8 bits as well."""
+    group: int | None = None
+    """Inputs of a row of x with a common step of rounding to 8 bits; 0: the whole row. None: no rounding."""
 
 
 def to_int8(weight: Tensor, largest: Tensor | None = None) -> Int8Weight:
@@ -223,9 +234,12 @@ def to_int8(weight: Tensor, largest: Tensor | None = None) -> Int8Weight:
     return Int8Weight((exact / scales).round().to(torch.int8), scales)
 
 
-def to_w8a8(weight: Tensor, largest: Tensor | None = None) -> Int8Weight:
-    """Round weight like ``to_int8``, and mark that rows of x are rounded as well."""
-    return to_int8(weight, largest)._replace(rounds_rows=True)
+def to_w8a8(weight: Tensor, largest: Tensor | None = None, *, group: int = 0) -> Int8Weight:
+    """Round weight like ``to_int8``, and mark that rows of x are rounded as well.
+
+    ``group``: see ``Int8Weight``.
+    """
+    return to_int8(weight, largest)._replace(group=group)
 
 
 def rounded_rows(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
@@ -266,9 +280,13 @@ def linear_int8(
     The scales multiply the sum. ``product`` multiplies x (or the codes of its rows) and the values.
     """
     scales = weight.scales.view(1, -1)
-    if weight.rounds_rows:
+    if weight.group == 0:
         codes, steps = rounded_rows(x)
         made = product(codes, weight.values.to(codes.dtype)) * scales * steps
+    elif weight.group is not None:
+        codes, steps = rounded_rows(x, weight.group)
+        rounded = (codes * steps)[:, : x.shape[1]]
+        made = product(rounded, weight.values.to(rounded.dtype)) * scales
     else:
         made = product(x, weight.values.to(x.dtype)).to(scales.dtype) * scales
     if bias is not None:
@@ -295,6 +313,9 @@ for _name, _pack in (("int4", to_int4), ("w4a8", to_w4a8), ("fp8", to_fp8)):
 for _name, _rounding in (("int8", to_int8), ("w8a8", to_w8a8)):
     register(f"linear_{_name}", Implementation(name="torch", run=linear_int8, pack=_rounding))
     register(f"gated_linear_{_name}", Implementation(name="torch", run=gated_linear_int8, pack=_rounding))
+for _group in ROW_GROUPS:
+    _grouping = partial(to_w8a8, group=_group)
+    register(f"linear_w8a8-{_group}", Implementation(name="torch", run=linear_int8, pack=_grouping))
 register("gated", Implementation(name="torch", run=gated))
 # Every output element depends on its own row alone, in one fixed order of computation.
 for _op in (embedding, coded_embedding, sigmoid_gate):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weft.layers.build import Build, Packs
-from weft.layers.pending_codes import in_place, take_apart, take_codes
+from weft.layers.pending_codes import in_place, largest_in_place, take_apart, take_codes
 from weft.layers.shard import Shard, joined, picked, whole
 from weft.models.generic.modules import Sums
 from weft.moe.exchange_cost import ExchangeShape
@@ -22,6 +22,7 @@ from weft.moe.experts import RankExperts, rank_experts
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
 from weft.ops import torch_ops
+from weft.ops.coded import row_group
 from weft.ops.moe import Gate, Routed, has_codes
 from weft.ops.routing import Rule
 from weft.parallel.comm import drive
@@ -89,7 +90,8 @@ class RoutedExperts(Packs):
         self.down = build.matrix(count, hidden, inner.count, shard=mine or inner.at(2))
         self.gate_up_bias = build.weight(count, both.count, shard=mine or both) if bias else None
         self.down_bias = build.weight(count, hidden, shard=mine) if bias else None
-        self._op = build.matrix_op("moe_pieces", divided=0 if inner.whole else inner.size)
+        self._op = build.matrix_op("moe_pieces")
+        self._inner_group = row_group(build.quantization, inner.size)
         self._rule = Rule(top_k=top_k, scoring="softmax", renormalize=False)
         self._gate = gate
         self._build = build
@@ -116,6 +118,8 @@ class RoutedExperts(Packs):
         """Pack the experts. The op wants a router; this router is never used."""
         build = self._build
         hidden = self.gate_up.shape[2]
+        # Taken before ``_matrices``, which replaces the parameter without notes.
+        down_largest = largest_in_place(self._notes.weight(self.down))
         weights = Routed(
             rule=self._rule,
             gate=self._gate,
@@ -125,6 +129,8 @@ class RoutedExperts(Packs):
             down=self._matrices("down"),
             gate_up_bias=None if self.gate_up_bias is None else self.gate_up_bias.data,
             down_bias=self.down_bias.data if self.down_bias is not None and self._adds_bias else None,
+            down_largest=down_largest,
+            inner_group=self._inner_group,
         )
         op = self._op
         pack = op.pack_codes if has_codes(weights) else op.pack

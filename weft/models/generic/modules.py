@@ -163,12 +163,7 @@ class FlatMLP(Layer):
     ) -> None:
         super().__init__()
         self.gate_up = GateUp(hidden, inner, activation, build, bias=bias)
-        # A whole block on every rank is no partial result: each rank adds the bias.
-        self.down = (
-            Linear(inner.count, hidden, build, bias=bias)
-            if inner.whole
-            else RowLinear(inner, hidden, build, bias=bias)
-        )
+        self.down = RowLinear(inner, hidden, build, bias=bias)
         self._sums = sums
         self._partial = not inner.whole
 

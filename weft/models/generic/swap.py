@@ -79,10 +79,11 @@ class Swapper:
         self._ranks = build.comm.size
         self._base, _ = base_of(model)
         self._layers = {call.layer: call for call in calls if call.layer is not None}
-        self._plan: dict[str, str] = {}
-        if self._ranks > 1:
-            self._plan, heads = division_of(model, calls)
-            self.made.cuts = {} if heads else {layer: self._cut(call) for layer, call in self._layers.items()}
+        # One rank needs the plan, too: the rounding of rows must not depend on the number of ranks.
+        division = division_of(model, calls)
+        self._plan = division.plan
+        if self._ranks > 1 and not division.heads:
+            self.made.cuts = {layer: self._cut(call) for layer, call in self._layers.items()}
         self._attention = {call.module for call in calls}
         self._wide = _kept_wide(model)
         self._uses = Counter(

@@ -7,19 +7,19 @@ Importing registers the ops. The ops are chosen where the extension is built and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from weft.ops import coded, cpu
-from weft.ops.coded import Codes, MixedCodes
+from weft.ops.coded import ROW_GROUPS, Codes, MixedCodes
 from weft.ops.cpu.served import ACTIVATIONS, serve
 from weft.ops.ggml import Coding
 from weft.ops.torch_ops import to_int8
 
 Tensor = torch.Tensor
 
-BYTES = Coding(numbers=6, scales=0, zeros=0, group=4)
-"""Coding of int8 weights for rows in 8 bits (csrc/rounded.h)."""
+WHOLE_ROW = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +71,25 @@ def pack_gated_int8(weight: Tensor) -> PackedMatrix:
     return _packed_int8(weight, gated=True)
 
 
-def pack_w8a8(weight: Tensor, largest: Tensor | None = None) -> PackedMatrix:
-    """Pack weight [N, K] like ``pack_int8``, for products with rows of x in 8 bits (``linear_w8a8``)."""
-    return _packed_int8(weight, gated=False, largest=largest, rounds_rows=True)
+def pack_w8a8(weight: Tensor, largest: Tensor | None = None, *, group: int = 0) -> PackedMatrix:
+    """Pack weight [N, K] like ``pack_int8``, for products with rows of x in 8 bits (``linear_w8a8``).
+
+    ``group``: see ``torch_ops.Int8Weight``.
+    """
+    return _packed_int8(weight, gated=False, largest=largest, coding=bytes_coding(group))
 
 
 def pack_gated_w8a8(weight: Tensor) -> PackedMatrix:
     """Pack weight [2 n, K] like ``pack_gated_int8``, for products with rows of x in 8 bits."""
-    return _packed_int8(weight, gated=True, rounds_rows=True)
+    return _packed_int8(weight, gated=True, coding=bytes_coding(0))
+
+
+def bytes_coding(group: int) -> Coding:
+    """Return the coding of int8 weights for rows of x in 8 bits (csrc/rounded.h).
+
+    ``group``: inputs of a row with a common step, a multiple of 64; 0: the whole row.
+    """
+    return Coding(numbers=6, scales=0, zeros=0, group=group or WHOLE_ROW)
 
 
 def pack_codes(codes: Codes | MixedCodes) -> PackedMatrix | PackedRows:
@@ -193,11 +204,12 @@ def _packed(weight: Tensor, *, gated: bool) -> PackedMatrix:
 
 
 def _packed_int8(
-    weight: Tensor, *, gated: bool, largest: Tensor | None = None, rounds_rows: bool = False
+    weight: Tensor, *, gated: bool, largest: Tensor | None = None, coding: Coding | None = None
 ) -> PackedMatrix:
-    data, scales = int8_blocks(weight.detach(), gated=gated, largest=largest, rounds_rows=rounds_rows)
-    coding = BYTES._asdict() if rounds_rows else None
-    return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales, coding=coding)
+    rounds = coding is not None
+    data, scales = int8_blocks(weight.detach(), gated=gated, largest=largest, rounds_rows=rounds)
+    form = None if coding is None else coding._asdict()
+    return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales, coding=form)
 
 
 def int8_blocks(
@@ -289,3 +301,5 @@ for _op, _product, _pack, _pack_codes in (
     ("coded_embedding", coded_embedding, None, None),
 ):
     serve(_op, _product, _pack, available, _pack_codes, mixes=_op == "linear")
+for _group in ROW_GROUPS:
+    serve(f"linear_w8a8-{_group}", linear, partial(pack_w8a8, group=_group), available)

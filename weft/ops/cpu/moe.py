@@ -88,7 +88,7 @@ def pack_int8(weights: Routed) -> Packed:
 
 
 def pack_w8a8(weights: Routed) -> Packed:
-    """Return the packed weights in 8 bits, for rows of tokens in 8 bits. Inner rows are not rounded."""
+    """Return the packed weights in 8 bits, for rows in 8 bits. Inner rows have steps per ``inner_group``."""
     return _packed(weights, "w8a8")
 
 
@@ -110,21 +110,19 @@ def pack_fp8(weights: Routed) -> Packed:
 def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
     """Return the weights packed as one block of the extension.
 
-    ``bits``: storage of the plain matrices; inner rows of 8-bit forms stay unrounded. ``Unstacked`` stacks
-    are emptied.
+    ``bits``: storage of the plain matrices. ``Unstacked`` stacks are emptied.
     """
     router, bias = _router(weights)
-    inner: _Bits = "plain" if bits == "plain" else "int8"  # ranks may have parts of inner rows
     # Before packing, which empties stacks of codes.
     spec = _spec(weights)
     hidden, rows = weights.down.shape[1], weights.gate_up.shape[1]
     shared_rows = 0 if weights.shared_gate_up is None else weights.shared_gate_up.shape[0]
     up = _matrix(weights.gate_up, True, bits)
-    down = _matrix(weights.down, False, inner, weights.down_largest)
+    down = _inner(weights.down, bits, weights.inner_group, weights.down_largest)
     up_bias = _plain(weights.gate_up_bias)
     down_bias = _plain(weights.down_bias)
     shared_up = _matrix(weights.shared_gate_up, True, bits)
-    shared_down = _matrix(weights.shared_down, False, inner, weights.shared_down_largest)
+    shared_down = _inner(weights.shared_down, bits, weights.shared_inner_group, weights.shared_down_largest)
     matrices = Matrices(
         gate=weights.gate,
         hidden=hidden,
@@ -162,6 +160,16 @@ def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
     )
 
 
+def _inner(
+    weight: Tensor | Codes | Unstacked | None, bits: _Bits, group: int, largest: Tensor | None
+) -> _Matrix:
+    """Return ``_matrix`` of the matrices behind the activation, whose rows ranks may divide.
+
+    ``group``: 0 for rows that are not rounded.
+    """
+    return _matrix(weight, False, "int8" if bits == "w8a8" and not group else bits, largest, group=group)
+
+
 def _spec(weights: Routed) -> Any:
     """Return the ``MoeSpec`` of the extension."""
     rule, gate = weights.rule, weights.gate
@@ -191,9 +199,17 @@ def _plain(weight: Tensor | None) -> Tensor | None:
 
 
 def _matrix(
-    weight: Tensor | Codes | Unstacked | None, gated: bool, bits: _Bits, largest: Tensor | None = None
+    weight: Tensor | Codes | Unstacked | None,
+    gated: bool,
+    bits: _Bits,
+    largest: Tensor | None = None,
+    *,
+    group: int = 0,
 ) -> _Matrix:
-    """Return a matrix [rows, inputs], or a stack of matrices, packed. ``largest``: see ``to_int8``."""
+    """Return a matrix [rows, inputs], or a stack of matrices, packed.
+
+    ``largest``: see ``to_int8``. ``group``: see ``linear.bytes_coding``.
+    """
     if weight is None:
         return _Matrix()
     if isinstance(weight, Codes | Unstacked):
@@ -210,7 +226,7 @@ def _matrix(
     for place, (matrix, most) in enumerate(zip(each, of_rows, strict=True)):
         made = linear.int8_blocks(matrix, gated=gated, largest=most, rounds_rows=rounds)
         packed[place], scales[place] = made
-    return _Matrix(packed, scales, linear.BYTES if rounds else None)
+    return _Matrix(packed, scales, linear.bytes_coding(group) if rounds else None)
 
 
 def _coded(codes: Codes | Unstacked, gated: bool) -> _Matrix:

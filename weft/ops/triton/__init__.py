@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from weft.common.errors import ConfigError
+from weft.ops.coded import ROW_GROUPS
 from weft.ops.registry import Implementation, register
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,6 +87,13 @@ def takes_fp8() -> bool:
     return interpreting() or torch.cuda.get_device_capability() >= (8, 9)
 
 
+_ROUNDED = {
+    **dict.fromkeys(("int8", "w8a8", *(f"w8a8-{group}" for group in ROW_GROUPS)), "int8"),
+    **{"int4": "int4", "w4a8": "int4", "fp8": "fp8"},
+}
+"""Form of weights that are rounded at load time -> the form that kernels read. Kernels round no rows of x."""
+
+
 class _Later:
     """A function of a Triton module, which is imported at the first call."""
 
@@ -117,9 +125,9 @@ def _offer_words(suffix: str, facts: dict[str, Any]) -> None:
     }
     for op in ("linear", "gated_linear"):
         _offer(op, "words_linear", op + suffix, mixes=True, **facts)
-        for form in ("int8", "w8a8", "int4", "w4a8", "fp8"):
-            pack = "pack_" + {"w8a8": "int8", "w4a8": "int4"}.get(form, form)
-            _offer(f"{op}_{form}", "words_linear", op + suffix, pack=_Later("words_linear", pack), **facts)
+        for form, kept in _ROUNDED.items():
+            pack = _Later("words_linear", "pack_" + kept)
+            _offer(f"{op}_{form}", "words_linear", op + suffix, pack=pack, **facts)
 
 
 ROUTED = {"moe": "moe", "moe_pieces": "pieces", "moe_plain": "moe_plain", "moe_plain_pieces": "plain_pieces"}
@@ -153,9 +161,8 @@ for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
         _offer(_op, "coded", _op + _suffix, pack_codes=_Later("coded", "pack"), mixes=True, **_facts)
     for _op in ROUTED:
         _offer_routed(_op, _suffix, pack_codes=_Later("moe", "pack_codes"), **_facts)
-    # Weights rounded at load time. Rows are never rounded here: w8a8 is int8, and w4a8 is int4.
-    for _form in ("int8", "w8a8", "int4", "w4a8", "fp8"):
-        _pack = "pack_" + {"w8a8": "int8", "w4a8": "int4"}.get(_form, _form)
+    for _form, _kept_form in _ROUNDED.items():
+        _pack = "pack_" + _kept_form
         _packs: dict[str, Any] = {"pack": _Later("coded", _pack), "pack_codes": _Later("coded", "pack")}
         for _op in ("linear", "gated_linear"):
             _offer(f"{_op}_{_form}", "coded", _op + _suffix, **_packs, **_facts)

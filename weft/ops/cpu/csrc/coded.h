@@ -48,7 +48,7 @@ struct Coding {
   Numbers numbers = Numbers::none;  // none: plain weights
   Scales scales = Scales::floats;
   Zeros zeros = Zeros::middle;
-  int64_t group = 0;  // k per group; even
+  int64_t group = 0;  // k per group; even. Bytes: k of a row of x with a common step; may exceed the row
 
   static constexpr int64_t kBytes64 = 2048, kNibbles64 = 1184;  // bytes of 64 k, see rounded.h
   static constexpr int64_t kSpan = 256;                         // k with a common upper level
@@ -81,6 +81,7 @@ struct Coding {
     const Coding made{Numbers(numbers), Scales(scales), Zeros(zeros), group};
     WEFT_CHECK(made.scales == Scales::levels ? kSpan % made.group == 0 : !made.minimums(), "a coding of two levels");
     WEFT_CHECK(made.numbers != Numbers::nibbles || made.group == 64, "nibbles have groups of 64");
+    WEFT_CHECK(made.numbers != Numbers::bytes || made.group % 64 == 0, "groups of bytes are multiples of 64");
     WEFT_CHECK(!made.minimums() || made.numbers == Numbers::int4 || made.five(), "minimums are of 4 or 5 bits");
     WEFT_CHECK(made.minimums() || !made.five(), "5 bits have minimums");
     return made;

@@ -117,16 +117,17 @@ void prepare(const Product<X, Out>& product, int64_t block, Finish& finish) {
 }
 
 // Prefetches per tile of the following block, `next`. The tiles of a block share the prefetches, so memory is read
-// during computation. A block with one tile already runs at the speed of memory, and prefetches nothing.
+// during computation. A block with one tile already runs at the speed of memory, and prefetches nothing. `parts`: parts
+// of a tile's k, each of which takes its own prefetches.
 template <class F>
 struct NextBlock {
-  NextBlock(const uint8_t* next, int64_t inputs, int64_t tiles) : at(next) {
+  NextBlock(const uint8_t* next, int64_t inputs, int64_t tiles, int64_t parts = 1) : at(next) {
     const int64_t steps = divide_up(inputs, F::depth), lines = divide_up(steps * F::bytes, 64);
     if (tiles < 2) at = nullptr;
     if (!at) return;
     every = std::max<int64_t>(1, std::bit_floor(uint64_t(steps * tiles / lines)));
     end = at + steps * F::bytes;
-    share = divide_up(steps, every) * 64;
+    share = divide_up(divide_up(steps, parts), every) * 64;
   }
   Ahead take(const uint8_t* w) {
     if (!at || at >= end) return {w, 0, INT64_MAX};
@@ -453,8 +454,7 @@ inline bool bytes_by_amx(const Coding& coding, int64_t rows) {
 
 template <class X, class Out>
 Rounding rounding_of(const Product<X, Out>& product, int64_t begin, int64_t end) {
-  return {begin, end - begin, product.layout.inputs, product.coding.numbers == Numbers::nibbles,
-          bytes_by_amx(product.coding, end - begin)};
+  return {begin, end - begin, product.layout.inputs, product.coding.group, bytes_by_amx(product.coding, end - begin)};
 }
 
 // Returns `product` with data for rows [begin, end) that many blocks need: sums for minimums, tiles for AMX, rows in 8
@@ -529,11 +529,17 @@ void run_bytes(const Product<X, Out>& product, const uint8_t* w, const Finish& f
     }
     return;
   }
-  NextBlock<ByteSteps> ahead(next, product.layout.inputs, divide_up(end - begin, kByteTile));
+  const int64_t inputs = product.layout.inputs, groups = divide_up(x.depth, x.group);
+  NextBlock<ByteSteps> ahead(next, inputs, divide_up(end - begin, kByteTile), groups);
+  alignas(64) float totals[kByteTile * kBlock];
   for (int64_t row = begin; row < end;) {
     const int64_t left = end - row, rows = divide_up(left, divide_up(left, kByteTile)), at = row - x.first;
-    byte_tiles<Out>[rows - 1](x.codes + x.at(at, 0), x.depth, x.steps + at, x.sums + at, w, product.layout.inputs,
-                              finish, out, product.out_stride, ahead.take(w));
+    for (int64_t number = 0, k = 0; number < groups; ++number, k += x.group) {
+      const ByteGroup group{number == 0, number + 1 == groups, totals};
+      byte_tiles<Out>[rows - 1](x.codes + x.at(at, k), x.depth, x.steps + number * x.rows + at,
+                                x.sums + number * x.rows + at, w + k / kByteDepth * kByteStep,
+                                std::min(x.group, inputs - k), finish, group, out, product.out_stride, ahead.take(w));
+    }
     row += rows, out += rows * product.out_stride;
   }
 }

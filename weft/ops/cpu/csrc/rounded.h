@@ -1,10 +1,10 @@
 // Rows rounded to 8 bits times weights of 8 and of 4 bits. Sums are integers, so all kernels give equal sums.
 //
-//   bytes      x[m, k] ~ step[m] * code[m, k], code -127 to 127, step = largest magnitude of the row / 127
-//              w[n, k] = factor[n] * (byte[n, k] - 128)
-//              out[m, n] = (sum of code * byte - 128 * sum of codes) * factor[n] * step[m], in this order, which cannot
-//              overflow
-//   nibbles    groups of 64 k: x has a step per group, w a scale and a zero point per group
+//   groups     x[m, k] ~ step[m] * code[m, k], code -127 to 127, step = largest magnitude of a group of k / 127
+//   bytes      groups of `Coding::group` k (a multiple of 64), or the whole row; w[n, k] = factor[n] * (byte[n, k] - 128)
+//              out[m, n] = sum over groups of (sum of code * byte - 128 * sum of codes) * factor[n] * step[m], in this
+//              order, in which no product overflows before the result does
+//   nibbles    groups of 64 k; w has a scale and a zero point per group
 //              out[m, n] = sum over groups of (sum of code * nibble - zero[n] * sum of codes) * (step[m] * scale[n])
 //
 //   packed     multiples of 64 k of a block. A step is 4 k of 32 columns.
@@ -48,6 +48,7 @@ struct ByteSteps {
 struct ByteRows {
   int8_t* codes = nullptr;
   int64_t first = 0, depth = 0;  // depth: k per row in memory, a multiple of 64
+  int64_t group = 0;             // k per step of rounding, at most `depth`
   bool tiles = false;            // for AMX
   int64_t rows = 0;              // a multiple of 16
   float* steps = nullptr;        // [groups, rows]
@@ -123,39 +124,41 @@ int32_t round_bytes(const X* x, int64_t left, float inverse, int8_t* to) {
 #endif
 }
 
-// A rounding of rows of x; `first` is the number of the first row. grouped: each 64 k have a separate step.
+// A rounding of rows of x; `first` is the number of the first row. group: k with a common step, a multiple of 64.
 struct Rounding {
-  int64_t first, rows, inputs;
-  bool grouped, tiles;
+  int64_t first, rows, inputs, group;
+  bool tiles;
 
   int64_t depth() const { return divide_up(inputs, kByteTileDepth) * kByteTileDepth; }
   int64_t all() const { return divide_up(rows, kByteTileRows) * kByteTileRows; }
-  int64_t groups() const { return grouped ? depth() / kByteTileDepth : 1; }
+  int64_t groups() const { return divide_up(depth(), group); }
   int64_t bytes() const { return all() * (depth() + 8 * groups()) + 64; }
   // The rows' layout in `memory`.
   ByteRows in(uint8_t* memory) const {
     int8_t* const codes = reinterpret_cast<int8_t*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
     float* const steps = reinterpret_cast<float*>(codes + all() * depth());
-    return {codes, first, depth(), tiles, all(), steps, reinterpret_cast<int32_t*>(steps + all() * groups())};
+    int32_t* const sums = reinterpret_cast<int32_t*>(steps + all() * groups());
+    return {codes, first, depth(), std::min(group, depth()), tiles, all(), steps, sums};
   }
 };
 
 template <class X>
 void round_rows(const Rounding& of, const X* x, int64_t x_stride, uint8_t* memory) {
   const ByteRows made = of.in(memory);
-  const int64_t groups = of.groups(), group = made.depth / groups;
+  const int64_t groups = of.groups();
   // With more than one tile, tiles of 16 rows are read whole.
   const int64_t filled = of.tiles && of.rows > kByteTileRows ? made.rows : of.rows;
   for (int64_t row = 0; row < filled; ++row, x += x_stride) {
     for (int64_t number = 0; number < groups; ++number) {
-      const int64_t begin = number * group, end = std::min(of.inputs, begin + group);
+      const int64_t begin = number * made.group, until = std::min(made.depth, begin + made.group);
+      const int64_t end = std::min(of.inputs, until);
       const float largest = row < of.rows ? bits_to_float(largest_bits(x + begin, end - begin)) : 0.0f;
       // A value that is not finite makes all results of the row NaN, whatever the codes.
       const bool finite = largest <= std::numeric_limits<float>::max();
       const float inverse =
           finite && largest > 0.0f ? std::min(127.0f / largest, std::numeric_limits<float>::max()) : 0.0f;
       int32_t sum = 0;
-      for (int64_t k = begin; k < begin + group; k += kByteTileDepth) {
+      for (int64_t k = begin; k < until; k += kByteTileDepth) {
         int8_t* const to = made.codes + made.at(row, k);
         if (inverse > 0.0f)
           sum += round_bytes(x + k, of.inputs - k, inverse, to);
@@ -229,13 +232,26 @@ constexpr bool kSignedBytes = true;
 constexpr bool kSignedBytes = false;
 #endif
 
-// Converts a row's sums to results; codes: the sum of the row's codes.
+// A group of a tile's k.
+struct ByteGroup {
+  bool first, last;
+  float* totals;  // float32 [rows, 32], results of the groups before
+};
+
+// Adds a row's sums of one group to the row's results, and writes the results behind the last group. codes: the sum of
+// the row's codes in the group.
 template <class Out>
-inline void finish_bytes(ByteSums first, ByteSums second, int32_t codes, float step, const Finish& finish, Out* out) {
+inline void finish_bytes(ByteSums first, ByteSums second, int32_t codes, float step, const Finish& finish,
+                         const ByteGroup& group, int64_t row, Out* out) {
   const int32_t less = kSignedBytes ? 0 : 128 * codes;
   vf a = as_floats(first, less), b = as_floats(second, less);
   if (finish.scaled) a = a * load(finish.scale), b = b * load(finish.scale + kLanes);
-  finish_scaled(a * splat(step), b * splat(step), finish, out);
+  float* const total = group.totals + row * kBlock;
+  a = group.first ? a * splat(step) : fma(a, splat(step), load(total));
+  b = group.first ? b * splat(step) : fma(b, splat(step), load(total + kLanes));
+  if (group.last) return finish_scaled(a, b, finish, out);
+  store(total, a);
+  store(total + kLanes, b);
 }
 
 constexpr int kByteTile = WEFT_AVX512 ? kRows : WEFT_AVX2 ? 4 : WEFT_NEON ? 6 : 2;
@@ -301,11 +317,12 @@ __attribute__((noinline)) void byte_sums(const int8_t* codes, int64_t stride, co
 
 #if WEFT_AVX2 || WEFT_NEON
 
-// Rows of `codes`, `stride` apart, times a block. Three rows and more: first 16 columns, then the others, so that the
+// Rows of `codes`, `stride` apart, times one group of a block. Three rows and more: first 16 columns, then the others, so that the
 // sums stay in registers.
 template <class Out, int rows>
 void byte_tile(const int8_t* codes, int64_t stride, const float* steps, const int32_t* sums, const uint8_t* w,
-               int64_t inputs, const Finish& finish, Out* out, int64_t out_stride, Ahead ahead) {
+               int64_t inputs, const Finish& finish, const ByteGroup& group, Out* out, int64_t out_stride,
+               Ahead ahead) {
   alignas(32) int32_t total[rows * kBlock];
   const int64_t count = divide_up(inputs, kByteDepth);
   if constexpr (rows <= 2) {
@@ -316,16 +333,17 @@ void byte_tile(const int8_t* codes, int64_t stride, const float* steps, const in
   }
   for (int row = 0; row < rows; ++row, out += out_stride) {
     const int32_t* from = total + row * kBlock;
-    finish_bytes(read_sums(from), read_sums(from + kLanes), sums[row], steps[row], finish, out);
+    finish_bytes(read_sums(from), read_sums(from + kLanes), sums[row], steps[row], finish, group, row, out);
   }
 }
 
 #else
 
-// Rows of `codes`, `stride` apart, times a block.
+// Rows of `codes`, `stride` apart, times one group of a block.
 template <class Out, int rows>
 void byte_tile(const int8_t* codes, int64_t stride, const float* steps, const int32_t* sums, const uint8_t* w,
-               int64_t inputs, const Finish& finish, Out* out, int64_t out_stride, Ahead ahead) {
+               int64_t inputs, const Finish& finish, const ByteGroup& group, Out* out, int64_t out_stride,
+               Ahead ahead) {
   ByteSums total[rows][2];
   for (auto& row : total) row[0] = row[1] = no_sums();
   const int64_t count = divide_up(inputs, kByteDepth);
@@ -345,14 +363,14 @@ void byte_tile(const int8_t* codes, int64_t stride, const float* steps, const in
   }
 #pragma GCC unroll 16
   for (int row = 0; row < rows; ++row)
-    finish_bytes(total[row][0], total[row][1], sums[row], steps[row], finish, out + row * out_stride);
+    finish_bytes(total[row][0], total[row][1], sums[row], steps[row], finish, group, row, out + row * out_stride);
 }
 
 #endif
 
 template <class Out>
 using ByteTile = void (*)(const int8_t*, int64_t, const float*, const int32_t*, const uint8_t*, int64_t, const Finish&,
-                          Out*, int64_t, Ahead);
+                          const ByteGroup&, Out*, int64_t, Ahead);
 template <class Out, int... rows>
 constexpr std::array<ByteTile<Out>, sizeof...(rows)> make_byte_tiles(std::integer_sequence<int, rows...>) {
   return {byte_tile<Out, rows + 1>...};
@@ -532,23 +550,36 @@ template <class Out>
 void run_byte_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end, Out* out,
                     int64_t out_stride, const uint8_t* following) {
   const int64_t steps = x.depth / kByteTileDepth, pairs = divide_up(end - begin, kBytePair);
+  const int64_t groups = divide_up(x.depth, x.group), group_steps = x.group / kByteTileDepth;
   NextLines next(following, steps * 2 * kByteTileBytes, pairs * steps, pairs > 1);
   amx::configure(int(std::min<int64_t>(end - begin, kByteTileRows)));
   amx::settle();
-  alignas(64) int32_t sums[kBytePair * kBlock];
+  alignas(64) int32_t sums[2][kBytePair * kBlock];
+  alignas(64) float totals[kBytePair * kBlock];
   for (int64_t row = begin; row < end; row += kBytePair) {
     const int64_t rows = std::min(kBytePair, end - row), first = row - x.first;
-    by_tiles(rows, [&]<int R>(std::integral_constant<int, R>) {
-      amx::Left left{x.codes + x.at(first, 0), kByteTileDepth, kByteTileBytes, kByteTileRows * x.depth};
-      amx::Right right{w, kByteStep};
-      byte_sums<R, amx::Kind::bytes>(left, right, steps, next, sums);
-    });
+    const auto finish_group = [&](int64_t number) __attribute__((always_inline)) {
+      const ByteGroup group{number == 0, number + 1 == groups, totals};
+      const int64_t at = number * x.rows + first;
+      for (int64_t r = 0; r < rows; ++r) {
+        const int32_t* from = sums[number % 2] + r * kBlock;
+        finish_bytes(_mm512_load_si512(from), _mm512_load_si512(from + kLanes), x.sums[at + r], x.steps[at + r], finish,
+                     group, r, out + (row - begin + r) * out_stride);
+      }
+    };
+    by_tiles(
+        rows, [&]<int R>(std::integral_constant<int, R>) __attribute__((always_inline)) {
+          amx::Left left{x.codes + x.at(first, 0), kByteTileDepth, kByteTileBytes, kByteTileRows * x.depth};
+          amx::Right right{w, kByteStep};
+          // A group's sums are scaled during the next group's products.
+          for (int64_t number = 0; number < groups; ++number) {
+            const int64_t count = std::min(group_steps, steps - number * group_steps);
+            byte_sums<R, amx::Kind::bytes>(left, right, count, next, sums[number % 2]);
+            if (number > 0) amx::settle(), finish_group(number - 1);
+          }
+        });
     amx::settle();
-    for (int64_t r = 0; r < rows; ++r) {
-      const int32_t* from = sums + r * kBlock;
-      finish_bytes(_mm512_load_si512(from), _mm512_load_si512(from + kLanes), x.sums[first + r], x.steps[first + r],
-                   finish, out + (row - begin + r) * out_stride);
-    }
+    finish_group(groups - 1);
   }
 }
 
