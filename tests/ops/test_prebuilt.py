@@ -57,6 +57,15 @@ def test_a_cpu_that_lacks_one_feature_takes_the_next(wheel: Path, monkeypatch: p
     assert build.find() is None
 
 
+def test_intel_without_amx_multiplies_bf16_as_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library built on the machine has the flag of the wheel's library for such a CPU."""
+    flags = {}
+    for name in ("amx", "avx512_intel", "avx512_bf16"):
+        cpu_of(monkeypatch, name)
+        flags[name] = prebuilt.native_flags()
+    assert flags == {"amx": (), "avx512_intel": ("-DWEFT_NO_BF16_DOTS",), "avx512_bf16": ()}
+
+
 def test_each_level_is_compiled_with_its_own_flags(
     calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +156,10 @@ def test_a_forced_level_is_found_and_built_for_itself(
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("avx3", "set one of amx, avx512_bf16"), ("amx", "does not have amx_bf16, amx_int8, amx_tile")],
+    [
+        ("avx3", "set one of amx, avx512_intel, avx512_bf16"),
+        ("amx", "does not have amx_bf16, amx_int8, amx_tile"),
+    ],
 )
 def test_a_level_that_cannot_be_forced_is_named(
     calls: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str

@@ -155,7 +155,7 @@ def sources_digest() -> str:
 def _target() -> Sequence[str]:
     """Return the compiler's flags for the target CPU: this CPU, or the forced level of CPUs."""
     level = prebuilt.forced_level()
-    return NATIVE if level is None else level.flags
+    return (*NATIVE, *prebuilt.native_flags()) if level is None else level.flags
 
 
 def _machine(target: Sequence[str]) -> str:
@@ -165,7 +165,7 @@ def _machine(target: Sequence[str]) -> str:
     reads the features from the CPU.
     """
     torch = f"torch {importlib.metadata.version('torch')}"
-    if target != NATIVE:
+    if NATIVE[0] not in target:
         return torch
     return f"{torch} {platform.machine()} {' '.join(sorted(prebuilt.cpu_features()))}"
 

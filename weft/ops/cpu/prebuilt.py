@@ -61,12 +61,17 @@ _AVX512_BF16 = Level(
     (*_AVX512_VNNI.flags, "-mavx512bf16", "-mavx512vbmi", "-mgfni"),
     _AVX512_VNNI.needs | frozenset(["avx512_bf16", "avx512vbmi", "gfni"]),
 )
+_AVX512_INTEL = Level(
+    "avx512_intel",
+    (*_AVX512_BF16.flags, "-DWEFT_NO_BF16_DOTS"),  # csrc/common.h
+    _AVX512_BF16.needs | frozenset(["GenuineIntel"]),
+)
 _AMX = Level(
     "amx",
     (*_AVX512_BF16.flags, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
     _AVX512_BF16.needs | frozenset(["amx_tile", "amx_int8", "amx_bf16"]),
 )
-LEVELS = (_AMX, _AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX2_VNNI, _AVX2)
+LEVELS = (_AMX, _AVX512_INTEL, _AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX2_VNNI, _AVX2)
 """All levels of x86-64 for which ``csrc`` has code, the best first."""
 ARM_FLAGS = ("-fno-schedule-insns",)
 """On AArch64 GCC's first scheduling moves loads up until sums no longer fit registers."""
@@ -90,12 +95,21 @@ def levels_here() -> tuple[Level, ...]:
 
 
 def cpu_features() -> frozenset[str]:
-    """Return the features of this CPU as named in /proc/cpuinfo; empty without such a file."""
+    """Return vendor and features of this CPU as named in /proc/cpuinfo; empty without such a file."""
+    found = frozenset[str]()
     with contextlib.suppress(OSError):
         for line in _CPUINFO.read_text().splitlines():
-            if line.split(":")[0].strip() in ("flags", "Features"):
-                return frozenset(line.split(":")[1].split())
-    return frozenset()
+            name, _, value = line.partition(":")
+            if name.strip() in ("vendor_id", "flags", "Features"):
+                found |= frozenset(value.split())
+            if name.strip() in ("flags", "Features"):  # the last line of the three
+                break
+    return found
+
+
+def native_flags() -> tuple[str, ...]:
+    """Return the compiler's flags for this CPU beside those that name the CPU."""
+    return _AVX512_INTEL.flags[-1:] if _AVX512_INTEL.runs_here and not _AMX.runs_here else ()
 
 
 def torch_version() -> str:

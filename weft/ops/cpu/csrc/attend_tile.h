@@ -619,7 +619,7 @@ enum Engine : int64_t { kAuto = 0, kWideEngine = 1, kDot = 2, kBrgemm = 3, kAmx 
 
 inline int64_t best_engine() {
   if (WEFT_AMX) return amx_permitted() ? kAmx : kBrgemm;
-  return WEFT_AVX512_BF16 || WEFT_NEON_BF16 ? kDot : kWideEngine;
+  return WEFT_BF16_DOTS ? kDot : kWideEngine;
 }
 
 // Call go(T(), E()) with the element type and the engine.

@@ -537,20 +537,43 @@ void in_ranges(const Coding& coding, const uint8_t* w, int64_t inputs, Run run) 
   }
 }
 
+#if WEFT_AVX2 || WEFT_AVX512
+
+// k `begin` to `end` of rows, in float32. Valid until this thread's next call.
+Rows<float> in_floats(const Rows<bf16>& x, int64_t rows, int64_t begin, int64_t end) {
+  static thread_local std::vector<float> memory;
+  const int64_t count = end - begin;
+  if (memory.size() < size_t(rows * count)) memory.resize(size_t(rows * count));
+  for (int64_t row = 0; row < rows; ++row) {
+    const bf16* from = x.x + row * x.x_stride + begin;
+    float* to = memory.data() + row * count;
+    int64_t k = 0;
+    for (; k + kLanes <= count; k += kLanes) store(to + k, load(from + k));
+    for (; k < count; ++k) to[k] = widen(from[k]);
+  }
+  return {memory.data(), count, x.sums, x.sums_stride};
+}
+
+#endif
+
 #if WEFT_AVX512
 
-// A range in memory: steps of bf16's format, and for each group the scales (and minimums) of 32 columns.
+// A range in memory: steps of the format of Many, and for each group the scales (and minimums) of 32 columns.
 struct Whole {
   const uint8_t* steps;
   const float *scales, *minimums;
 };
 
+// Numbers and rows of x as many rows multiply them.
+using Many = std::conditional_t<kWidens, F32, Bf16>;
+
 Whole unpack_whole(const Range& range) {
-  const int64_t groups = range.coding.groups(range.end - range.begin), steps = (range.end - range.begin) / 2 + groups;
-  uint8_t* made = memory_of(steps * Bf16::bytes + 2 * groups * kBlock * int64_t(sizeof(float)));
-  float* scales = reinterpret_cast<float*>(made + steps * Bf16::bytes);
+  const int64_t groups = range.coding.groups(range.end - range.begin);
+  const int64_t bytes = ((range.end - range.begin) / 2 + groups) * (2 / Many::depth) * Many::bytes;
+  uint8_t* made = memory_of(bytes + 2 * groups * kBlock * int64_t(sizeof(float)));
+  float* scales = reinterpret_cast<float*>(made + bytes);
   float* minimums = scales + groups * kBlock;
-  unpack<Bf16>(range, made);
+  unpack<Many>(range, made);
   const int64_t first = range.begin / range.coding.group;
   range.each([&](int64_t, int64_t, const Head& head) {
     for (int half = 0; half < 2; ++half) {
@@ -562,10 +585,19 @@ Whole unpack_whole(const Range& range) {
   return {made, scales, minimums};
 }
 
-// The same sequence of operations as `add_groups`, with totals in registers. turns: of kTurn steps in a group; 0: a
+// The k of a range of rows.
+template <class X>
+Rows<X> part_of(const Rows<bf16>& x, int64_t rows, const Range& range) {
+  if constexpr (std::is_same_v<X, float>)
+    return in_floats(x, rows, range.begin, range.end);
+  else
+    return {x.x + range.begin, x.x_stride, x.sums, x.sums_stride};
+}
+
+// The same sequence of operations as `add_groups`, with totals in registers. x: from the range's first k on. turns: of kTurn steps in a group; 0: a
 // whole number of turns; -1: any number of steps.
 template <int rows, int turns>
-void add_whole(const Range& range, const Whole& whole, const Rows<bf16>& x, float* sums) {
+void add_whole(const Range& range, const Whole& whole, const Rows<Many::X>& x, float* sums) {
   const int64_t group = range.coding.group;
   vf total[rows][2], sum[rows][2];
 #pragma GCC unroll 8
@@ -573,29 +605,29 @@ void add_whole(const Range& range, const Whole& whole, const Rows<bf16>& x, floa
     for (int half = 0; half < 2; ++half) total[row][half] = load(sums + row * kBlock + half * kLanes);
   const uint8_t* w = whole.steps;
   const int64_t first = range.begin / group;  // number among all groups
-  const auto add = [&](auto read, const bf16* from) __attribute__((always_inline)) {
-    const auto weights = Bf16::load(w);
+  const auto add = [&](auto read, const Many::X* from) __attribute__((always_inline)) {
+    const auto weights = Many::load(w);
 #pragma GCC unroll 8
     for (int row = 0; row < rows; ++row) {
       const auto value = read(from + row * x.x_stride);
-      sum[row][0] = Bf16::dot(sum[row][0], value, weights.w[0]);
-      sum[row][1] = Bf16::dot(sum[row][1], value, weights.w[1]);
+      sum[row][0] = Many::dot(sum[row][0], value, weights.w[0]);
+      sum[row][1] = Many::dot(sum[row][1], value, weights.w[1]);
     }
-    w += Bf16::bytes;
+    w += Many::bytes;
   };
   for (int64_t k = range.begin, at = 0; k < range.end; k += group, ++at) {
     const int64_t count = std::min(group, range.end - k);
 #pragma GCC unroll 8
     for (int row = 0; row < rows; ++row) sum[row][0] = sum[row][1] = splat(0.0f);
-    const bf16* from = x.x + k;
+    const Many::X* from = x.x + (k - range.begin);
     if constexpr (turns >= 0) {
       const int64_t all = turns ? turns : count / (2 * kTurn);
       for (int64_t turn = 0; turn < all; ++turn)
-#pragma GCC unroll 8
-        for (int step = 0; step < kTurn; ++step, from += 2) add(Bf16::x, from);
+#pragma GCC unroll 16
+        for (int step = 0; step < 2 * kTurn; step += Many::depth, from += Many::depth) add(Many::x, from);
     } else {
-      for (int64_t step = 0; step < count / 2; ++step, from += 2) add(Bf16::x, from);
-      if (count % 2) add(Bf16::x_last, from);
+      for (int64_t at = 0; at + Many::depth <= count; at += Many::depth, from += Many::depth) add(Many::x, from);
+      if (count % Many::depth) add(Many::x_last, from);
     }
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
@@ -614,7 +646,7 @@ void add_whole(const Range& range, const Whole& whole, const Rows<bf16>& x, floa
     for (int half = 0; half < 2; ++half) store(sums + row * kBlock + half * kLanes, total[row][half]);
 }
 
-using AddWhole = void (*)(const Range&, const Whole&, const Rows<bf16>&, float*);
+using AddWhole = void (*)(const Range&, const Whole&, const Rows<Many::X>&, float*);
 
 template <int turns, int... rows>
 constexpr std::array<AddWhole, sizeof...(rows)> make_wholes(std::integer_sequence<int, rows...>) {
@@ -642,11 +674,12 @@ void add_many(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows
     const int64_t bytes = coding.offset(std::min(inputs, begin + most)) - coding.offset(begin);
     const int64_t lines = divide_up(bytes, kLine);
     const Whole whole = unpack_whole(range);
+    const Rows<Many::X> part = part_of<Many::X>(x, rows, range);
     for (int64_t row = 0; row < rows;) {
       const int64_t left = rows - row, tile = divide_up(left, divide_up(left, kTotalRows));
       for (int64_t line = lines * row / rows; line < lines * (row + tile) / rows; ++line)
         __builtin_prefetch(w + end + line * kLine);
-      of_rows[tile - 1](range, whole, x.from(row), sums + row * kBlock);
+      of_rows[tile - 1](range, whole, part.from(row), sums + row * kBlock);
       row += tile;
     }
   }
@@ -661,24 +694,9 @@ bool unpacked_once(const Coding& coding, int64_t rows) {
 
 #if WEFT_AVX2
 
-// k `begin` to `end` of rows, in float32. Valid until this thread's next call.
 Rows<float> in_floats(const Rows<float>& x, int64_t, int64_t begin, int64_t) {
   return {x.x + begin, x.x_stride, x.sums, x.sums_stride};
 }
-Rows<float> in_floats(const Rows<bf16>& x, int64_t rows, int64_t begin, int64_t end) {
-  static thread_local std::vector<float> memory;
-  const int64_t count = end - begin;
-  if (memory.size() < size_t(rows * count)) memory.resize(size_t(rows * count));
-  for (int64_t row = 0; row < rows; ++row) {
-    const bf16* from = x.x + row * x.x_stride + begin;
-    float* to = memory.data() + row * count;
-    int64_t k = 0;
-    for (; k + kLanes <= count; k += kLanes) store(to + k, load(from + k));
-    for (; k < count; ++k) to[k] = widen(from[k]);
-  }
-  return {memory.data(), count, x.sums, x.sums_stride};
-}
-
 bool all_finite(const float* x, int64_t count) {
   vf broken = splat(0.0f);
   for (int64_t i = 0; i < count; i += kLanes) broken = fma(load(x + i), splat(0.0f), broken);  // NaN stays

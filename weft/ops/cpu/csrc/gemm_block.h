@@ -368,7 +368,8 @@ void run_brgemm(const Product<bf16, Out>& product, const uint8_t* w, const SumSc
   }
 }
 
-#if WEFT_AVX2
+// True if many rows of bf16 are multiplied as floats, which are made from rows and weights in memory.
+constexpr bool kWidens = WEFT_AVX2 || (WEFT_AVX512 && !WEFT_BF16_DOTS);
 
 inline float* floats(int64_t count) {
   static thread_local std::vector<float> memory;
@@ -416,8 +417,6 @@ void run_widened(const Product<typename F::X, Out>& product, const uint8_t* w, c
     row += rows;
   }
 }
-
-#endif
 
 // Unpacking a line takes longer than the hardware prefetcher looks ahead.
 inline void ask_ahead(const uint8_t* from, int64_t bytes) {
@@ -580,10 +579,8 @@ void run_block(const Product<typename F::X, Out>& product, const uint8_t* w, con
       return run_made(product, makes_steps<F>(w), {}, finish, begin, end, column, next, bytes);
     }
   }
-#if WEFT_AVX2
-  if constexpr (!std::is_same_v<F, F32>)
+  if constexpr (kWidens && !std::is_same_v<F, F32>)
     if (end - begin > tile_rows<F>) return run_widened<F>(product, w, finish, begin, end, column);
-#endif
   run_tiles<F>(product, w, finish, begin, end, column, next);
 }
 

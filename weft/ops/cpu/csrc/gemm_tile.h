@@ -39,9 +39,9 @@ constexpr int kRows = 3;
 
 // sum + x.first * w.first + x.second * w.second
 inline vf dot_pairs(vf sum, Pairs x, Pairs w) {
-#if WEFT_AVX512_BF16
+#if WEFT_BF16_DOTS && WEFT_AVX512
   return _mm512_dpbf16_ps(sum, recast<__m512bh>(x), recast<__m512bh>(w));
-#elif WEFT_NEON_BF16
+#elif WEFT_BF16_DOTS
   return bf16_dot(sum, x, w);
 #else
   sum = fma(recast<vf>(x << 16), recast<vf>(w << 16), sum);
