@@ -67,7 +67,7 @@ class _Tokens:
         self.bos_token_id = None
 
     def __call__(self, text: bytes) -> list[int]:
-        raise AssertionError("grammars name bytes and ids: nothing has to be encoded")
+        raise AssertionError("grammars contain bytes and ids: no text needs encoding")
 
 
 class LlguidanceCompiler:
@@ -291,11 +291,10 @@ class LlguidanceMatcher:
 
         Return False if the old matcher stays in use.
 
-        At most one attempt per matcher: afterwards the lexer counts as private. A full lexer is noted on the
-        grammar. Other outputs also add states to a shared lexer, and these states must not affect this
-        output. A full lexer appears as an error of a mask. A token that needs a new state, however, is
-        refused without an error. Therefore the first refusal without an error is tried again. Masks allow
-        only valid samples, so refusals are rare.
+        Other outputs also add states to a shared lexer, and these states must not affect this output. A full
+        lexer appears as an error of a mask, and is noted on the grammar. A token that needs a new state,
+        however, is refused without an error. Therefore the first refusal without an error is tried again.
+        Masks allow only valid samples, so refusals are rare.
         """
         failed = self._matcher.is_error()
         if self._shared is None or (failed and _FULL not in self._matcher.get_error()):

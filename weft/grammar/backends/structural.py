@@ -74,10 +74,10 @@ def _until(node: Until) -> dict[str, Any]:
     text = {"type": "any_text", "excludes": [MARK, *without]}
     if not node.end:
         return text
-    # xgrammar would miss an end inside an overlapping start.
+    # After a partial match, xgrammar does not look for an end that began inside the partial match.
     if any(node.end.startswith(node.end[cut:]) for cut in range(1, len(node.end))):
         raise InvalidRequest(
             f"xgrammar does not support free text that ends with {node.end!r}, because this end overlaps "
-            "with itself; --grammar-backend llguidance supports it"
+            "with itself; use --grammar-backend llguidance"
         )
     return {"type": "tag", "begin": "", "content": text, "end": node.end}

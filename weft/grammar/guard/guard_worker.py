@@ -2,8 +2,8 @@
 
     python -m weft.grammar.guard.guard_worker CPU_SECONDS DESCRIPTOR
 
-The first payload is a ``BackendArguments``, every other payload a grammar. A grammar with too much time or
-memory ends only this process.
+The first payload is a ``BackendArguments``, every other payload a grammar. A grammar that exceeds the limits
+of time or memory ends only this process.
 """
 
 from __future__ import annotations
