@@ -109,7 +109,7 @@ def test_pipes_and_devices(fake: Running, tmp_path: Path, capsys: pytest.Capture
     assert len(records(tmp_path / "out")) == 2
     for device in ("/dev/null", "/dev/full"):
         assert run(tmp_path / "in", device, "--url", fake.url) == 2
-        assert "no regular file" in capsys.readouterr().err
+        assert "not a regular file" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_told(tmp_path: Path) -> None:
