@@ -87,7 +87,7 @@ def test_the_output_has_one_writer_and_only_records(tmp_path: Path) -> None:
     # Also a file without a last line end, or a file of input lines, stays as it is.
     for text in ("my notes\n", "my notes", '{"a": 1}', whole, whole.rstrip()):
         (tmp_path / "text").write_text(text)
-        with pytest.raises(ConfigError, match="no output record"):
+        with pytest.raises(ConfigError, match="not an output record"):
             RecordLog(tmp_path / "text")
         assert (tmp_path / "text").read_text() == text
     with (tmp_path / "out").open("ab") as file:
