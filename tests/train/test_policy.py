@@ -106,7 +106,7 @@ def test_gradients_are_the_slope_of_the_forward_pass(tmp_path: Path, name: str) 
         with torch.no_grad():
             for key, one in policy.parameters.items():
                 one.add_(directions[key], alpha=sign * step)
-            policy.settle()
+            policy.sync_weights()
             values.append(weighted(policy.logprobs(sequences)).item())
     assert abs((values[0] - values[1]) / (2 * step) - expected) < 1e-6 * abs(expected)
 
@@ -125,7 +125,7 @@ def test_a_loader_of_the_published_tensors_gets_the_weights_of_the_policy(tmp_pa
     spec = load_spec(made.folder, None)
     build = RecordingBuild(dtype=torch.bfloat16, device=CPU, masters=masters)
     model, weights, files = load_plain(made.folder, spec, build, progress=False)
-    masters.adopt(model.named_parameters())
+    masters.add(model.named_parameters())
     published = Published(masters, weights, files)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -149,7 +149,7 @@ def test_scores_that_underflow_have_finite_gradients(tmp_path: Path, name: str, 
     with torch.no_grad():
         for one in changed:
             one.mul_(1e4)  # exp(-logit) of many experts is infinite
-    policy.settle()
+    policy.sync_weights()
     weighted(policy.logprobs(some_sequences())).backward()
     policy.gather()
     for key, one in policy.parameters.items():
