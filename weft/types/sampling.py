@@ -1,8 +1,7 @@
 """Sampling parameters: the user's settings, and the reduced form for the engine process and the runner.
 
-``SamplingParams`` is the user's side: strings, defaults, everything optional. ``TokenParams`` is the same
-request reduced to token ids, with every default resolved. ``TokenParams`` travels to an engine process and to
-a slot.
+``SamplingParams`` has the user's settings, all optional, with strings. ``TokenParams`` has the same settings
+in token ids, with resolved defaults. Engine processes and slots get ``TokenParams``.
 """
 
 from __future__ import annotations
@@ -104,8 +103,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     def __post_init__(self) -> None:
-        """Turn lists into tuples, a single stop string into a tuple, None of a list into no entries, and
-        numbers of numpy into Python's. Raises InvalidRequest."""
+        """Convert lists, a single stop string and None for a list to tuples, and numpy numbers to Python
+        numbers. Raises InvalidRequest."""
         # A single string is one stop string, not a sequence of characters.
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
@@ -125,9 +124,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class TokenParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sampling parameters of a sequence in token ids, with defaults resolved; no text, no number of
-    choices.
-    """
+    """The sampling parameters of one sequence in token ids, with resolved defaults."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -152,7 +149,7 @@ class TokenParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return the value of the field ``name`` as a caller in Python means the value; see ``__post_init__``."""
+    """Return the normalized value of the field ``name``; see ``__post_init__``."""
     if name in _LISTS:
         if value is None and name != "allowed_token_ids":  # None allows all tokens
             return ()
@@ -165,7 +162,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _scalar(value: Any) -> Any:
-    """Return a number of numpy as Python's number; any other value unchanged."""
+    """Return a numpy number as a Python number, and any other value unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -219,7 +216,7 @@ def _check_lists(p: SamplingParams) -> None:
             _fail(name, f"must be a list of at most {most} strings")
         for text in texts:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
-                _fail(name, f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
+                _fail(name, f"must have strings of 1 to {MAX_STOP_CHARS} characters")
     if p.stop_in not in get_args(StopIn):
         _fail("stop_in", "must be content or everything")
     for name in ("stop_token_ids", "allowed_token_ids"):

@@ -41,7 +41,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 
 class TransferMessageError(WeftError):
-    """Bytes that are no transfer message, or an invalid message."""
+    """Bytes that are not a valid transfer message."""
 
     code, blame = "bad_room_message", "peer"
 
@@ -54,9 +54,7 @@ class TransferKey(NamedTuple):
     transfer: U64
     attempt: U32
     incarnation: U64
-    """Number of the sending group's process, from the Welcome. A restarted sender has no part in older
-    transfers.
-    """
+    """Incarnation of the sending engine process, from the Welcome: a restarted sender has other transfers."""
 
 
 class Peer(NamedTuple):
@@ -164,10 +162,10 @@ class Blocks(_TransferPart, frozen=True):
 
 
 class Endpoint(_TransferPart, frozen=True):
-    """Where one rank of the receiver receives bytes: one address for each of its transports.
+    """The addresses at which one rank of the receiver receives bytes, one for each transport.
 
-    The sender's engine chooses one way (``weft.disagg.protocol.pairing``) and passes an endpoint with this
-    way alone. An engine of a release that knows one transport per endpoint refuses several by name.
+    The sender's engine chooses one transport (``weft.disagg.protocol.pairing``) and passes an endpoint with
+    only this transport. An older engine with one transport per endpoint refuses several by name.
     """
 
     transport: str
@@ -217,7 +215,7 @@ class Later(_TransferMessage, frozen=True, kw_only=True):
 
 
 class Refused(_TransferMessage, frozen=True, kw_only=True):
-    """Receiver to sender: the pair can never work; the API server must pair again. Nothing was bound."""
+    """Receiver to sender: the pair can never work. The API server must choose another pair."""
 
     error: ErrorInfo
 
@@ -242,7 +240,7 @@ class Metadata(_TransferMessage, frozen=True, kw_only=True):
 
 
 class AllReceived(_TransferMessage, frozen=True, kw_only=True):
-    """Receiver to sender: bytes and metadata are received and right. The sender may reuse the memory."""
+    """Receiver to sender: bytes and metadata are received and verified. The sender may reuse the memory."""
 
 
 class Fence(_TransferMessage, frozen=True, kw_only=True):

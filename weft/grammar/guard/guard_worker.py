@@ -58,7 +58,7 @@ def main() -> None:
 
         return answer
 
-    serve(prepare, 0, float(sys.argv[1]), tells=True)
+    serve(prepare, 0, float(sys.argv[1]), reports_ready=True)
 
 
 def judge(compiler: GrammarCompiler, grammar: Grammar) -> Verdict:
