@@ -38,7 +38,7 @@ class Vector:
     def gather(self) -> None:
         pass
 
-    def sync_weights(self) -> None:
+    def settle(self) -> None:
         pass
 
 

@@ -106,7 +106,7 @@ def test_gradients_are_the_slope_of_the_forward_pass(tmp_path: Path, name: str) 
         with torch.no_grad():
             for key, one in policy.parameters.items():
                 one.add_(directions[key], alpha=sign * step)
-            policy.sync_weights()
+            policy.settle()
             values.append(weighted(policy.logprobs(sequences)).item())
     assert abs((values[0] - values[1]) / (2 * step) - expected) < 1e-6 * abs(expected)
 
@@ -149,7 +149,7 @@ def test_scores_that_underflow_have_finite_gradients(tmp_path: Path, name: str, 
     with torch.no_grad():
         for one in changed:
             one.mul_(1e4)  # exp(-logit) of many experts is infinite
-    policy.sync_weights()
+    policy.settle()
     weighted(policy.logprobs(some_sequences())).backward()
     policy.gather()
     for key, one in policy.parameters.items():

@@ -94,7 +94,7 @@ def test_other_weights_show_as_mismatches(weak: str) -> None:
         with torch.no_grad():
             for one in policy.parameters.values():
                 one.mul_(1.01)
-        policy.sync_weights()
+        policy.settle()
         assert mismatches(llm, policy) > 0
 
 

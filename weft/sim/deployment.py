@@ -111,8 +111,7 @@ class Group(EngineLoop[FakeStep]):
         images: ImageCosts | None = None,
     ) -> None:
         """``name``: name of the instance. ``cost``, ``noise``, ``seed``: see ``FakeDevice``. ``images``:
-        costs of images; None without images.
-        """
+        costs of images; None without images."""
         self.name = name
         self.role = role
         patch_seconds = 0.0 if images is None else images.patch_seconds

@@ -79,8 +79,7 @@ class Images:
 
     def _key(self) -> bytes:
         """Return the key of the next image, 16 bytes: with probability ``repeats`` the key of an earlier
-        image.
-        """
+        image."""
         if self._made and self._rng.random() < self._costs.repeats:
             known = self._rng.randrange(self._made)
         else:

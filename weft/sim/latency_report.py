@@ -89,8 +89,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def gaps(streams: Sequence[Stream], begin: float = 0.0, end: float = float("inf")) -> np.ndarray:
     """Return times between consecutive tokens of each stream, float64 seconds [gaps], of all gaps that
-    overlap ``begin .. end`` (seconds). Empty without gaps.
-    """
+    overlap ``begin .. end`` (seconds). Empty without gaps."""
     found = []
     for stream in streams:
         times = np.asarray(stream.times)

@@ -119,8 +119,7 @@ class SimulatedTransfers:
 
     def _serve(self, group: TransferGroup, transfer: _SimulatedTransfer, request: r.TransferRequest) -> None:
         """Carry out one request of the scheduler of ``group`` for a transfer, and record its state in
-        ``transfer``.
-        """
+        ``transfer``."""
         match request:
             case r.OfferTransfer(key, num_prompt):
                 transfer.length, transfer.offered = num_prompt, True

@@ -141,5 +141,5 @@ def restore(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, abou
             for moment, value in moments.items()
             if value is not None
         }
-    policy.sync_weights()
+    policy.settle()
     return step

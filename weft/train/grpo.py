@@ -152,7 +152,7 @@ def update(
                     "another --out"
                 )
             optimizer.step()
-            policy.sync_weights()
+            policy.settle()
     return made
 
 

@@ -35,7 +35,7 @@ class Policy:
     """The model of an engine's configuration, with gradients.
 
     The layers are the engine's layers, built with differentiable ops (``RecordingBuild``). An optimizer
-    changes ``parameters``. ``sync_weights`` makes the change visible to the forward pass.
+    changes ``parameters``. ``settle`` makes the change visible to the forward pass.
     """
 
     def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
@@ -106,7 +106,7 @@ class Policy:
         if missing:
             raise EngineDead(f"no gradient reached {', '.join(missing[:4])}: this model cannot be trained")
 
-    def sync_weights(self) -> None:
+    def settle(self) -> None:
         """Round the master weights to the model's parameters. Call after each optimizer step."""
         self._published.apply()
 

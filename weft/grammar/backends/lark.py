@@ -39,14 +39,12 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 
 ALLOWED_ESCAPES = '"\\bfnrt'
 """Escapes allowed in a JSON string. Without ``\\u``, each text has one spelling, so that no key can imitate
-another key.
-"""
+another key."""
 
 
 def to_lark(node: Node, controls: Mapping[str, int]) -> str:
     """Return ``node`` in llguidance's JSON form. ``controls``: text to id of control tokens. Raises
-    InvalidRequest.
-    """
+    InvalidRequest."""
     return _LarkWriter(controls).write(node)
 
 
@@ -181,8 +179,7 @@ def _rules(source: str) -> str:
 
 WHITE_SPACE = r"( |\n[ \t]{0,16})?"
 """White space between two parts of a JSON value that is not compact: none, one blank, or a line end and
-indentation. Without a bound, a model with a preference for white space would write white space forever.
-"""
+indentation. Without a bound, a model with a preference for white space would write white space forever."""
 
 
 def _schema_with_options(node: Json) -> Any:

@@ -104,8 +104,7 @@ class LlguidanceCompiler:
 
     def lexer(self, source: str) -> llguidance.LLMatcher:
         """Return a matcher at the start of an output, with a lexer shared with no other matcher. Raises
-        InvalidRequest.
-        """
+        InvalidRequest."""
         matcher = llguidance.LLMatcher(self._tokens, source, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be compiled: {_plain(matcher.get_error())}")
@@ -151,8 +150,7 @@ class LlguidanceGrammar:
 
     def check_start(self) -> None:
         """Raise InvalidRequest for a grammar that no output satisfies. Computes the first mask, which later
-        matchers reuse.
-        """
+        matchers reuse."""
         words = np.zeros((self._vocabulary.size + 31) // 32, np.int32)
         LlguidanceMatcher(self._matcher, self._vocabulary, self._width, self._spare).fill(words)
         if not words.any():

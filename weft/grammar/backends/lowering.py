@@ -223,8 +223,7 @@ class _Lowering:
 
     def _triggered(self, part: g.Triggered) -> Node:
         """Return a loop of free text up to the trigger and one of the parts, then free text without the
-        trigger.
-        """
+        trigger."""
         once = _chain(
             [
                 self._until((part.trigger,), (part.trigger,)),

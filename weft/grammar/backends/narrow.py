@@ -137,8 +137,7 @@ def _of_type(kind: str, keys: dict[str, Any]) -> dict[str, Any]:
 
 def _length(keys: dict[str, Any]) -> str:
     """Return minLength and maxLength as a pattern. For the keywords, xgrammar would accept control
-    characters.
-    """
+    characters."""
     least, most = keys.get("minLength", 0), keys.get("maxLength", "")
     return rf'^[^"\\\u0000-\u001f\ud800-\udfff]{{{least},{most}}}$'
 

@@ -1,6 +1,5 @@
 """Convert a lowered grammar to a structural tag of xgrammar, which matches bytes and tokens without a
-lexer.
-"""
+lexer."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ from weft.grammar.json_schema.patterns import ECMA, whole_pattern
 
 MARK = "\x01weft\x01"
 """Part of the bytes of every control token, and excluded from free text: xgrammar does not require UTF-8 in
-free text.
-"""
+free text."""
 
 
 def to_format(

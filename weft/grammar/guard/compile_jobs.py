@@ -330,8 +330,7 @@ class GrammarService:
 
     def _end(self, work: _Work, compiled: CompiledGrammar | None, error: WeftError | None) -> None:
         """Store a result for all waiters and cache the result. Errors except InvalidRequest are not
-        cached. The lock must be held.
-        """
+        cached. The lock must be held."""
         self._unfinished.pop(work.key, None)
         for task in work.waiters:
             task.end(compiled, error)

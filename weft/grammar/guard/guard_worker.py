@@ -29,8 +29,7 @@ log = get_logger(__name__)
 
 MEMORY = 2 * STACK_BYTES + (384 << 20)
 """Bytes of address space beyond the started process. An ended thread may still have its stack when the next
-thread starts, hence two stacks.
-"""
+thread starts, hence two stacks."""
 
 
 def main() -> None:

@@ -28,8 +28,7 @@ from weft.types.grammar import Grammar
 
 CPU_SECONDS = {"llguidance": 2.0}
 """CPU seconds of one compile by backend; other backends use --grammar-compile-timeout. llguidance takes
-milliseconds for realistic schemas.
-"""
+milliseconds for realistic schemas."""
 MAX_BYTES = 16 << 20
 """Maximum bytes of one compiled grammar."""
 
@@ -80,8 +79,7 @@ class GuardedCompiler:
         make: Callable[[BackendArguments], GrammarCompiler] | None = None,
     ) -> None:
         """``backend`` is called for the first grammar. ``seconds``: limit for one compile. ``make``: makes
-        the compiler of this process; None for a process that only checks grammars.
-        """
+        the compiler of this process; None for a process that only checks grammars."""
         self._backend = backend
         self._seconds = seconds
         self._make = make

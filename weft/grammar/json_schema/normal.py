@@ -144,8 +144,7 @@ class _Names:
 
     def _collect(self, schema: Any, at: str, base: str) -> None:
         """Record the names in ``schema`` at pointer ``at``. ``base``: pointer of the embedded document
-        around.
-        """
+        around."""
         if not isinstance(schema, dict):
             return
         own = schema.get(self._key)

@@ -38,8 +38,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     not_word: str = ""
     excluded: str = ""
     """Characters excluded from every negated class, in class syntax. No positive class may contain these
-    characters.
-    """
+    characters."""
     optional: str = "?"
     """Suffix for zero or one occurrence."""
     space: str = " "

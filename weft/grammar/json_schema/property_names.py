@@ -42,8 +42,7 @@ def without_property_names(schema: dict[str, Any], resolve: Callable[[str], Any]
 
 def _rule(rule: Any, resolve: Callable[[str], Any]) -> Any:
     """Return the rule at the end of a chain of references; None if the chain is too long or has other
-    keywords.
-    """
+    keywords."""
     for _ in range(_MAX_STEPS):
         if not isinstance(rule, dict) or not isinstance(rule.get("$ref"), str):
             return rule
