@@ -40,13 +40,11 @@ from weft.types.weights import StageWeights, WeightsReport, WeightsToRank, Weigh
 
 VERSION = 1
 """Version of the frame protocol. A rank with another version is rejected with an error naming both
-versions.
-"""
+versions."""
 
 Cache: TypeAlias = Literal["kv", "embeddings"]
 """The data of a transfer: KV caches of sequences, or embeddings of images. A rank has separate transfers for
-each.
-"""
+each."""
 
 
 class FrameError(EngineDead):
@@ -63,8 +61,7 @@ class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 class RankHello(_Frame, frozen=True, kw_only=True):
     """Rank to engine, the first frame. Repeated until the engine process answers, and sent again to a
-    replacement engine.
-    """
+    replacement engine."""
 
     version: int
     release: str
@@ -79,8 +76,7 @@ class RankHello(_Frame, frozen=True, kw_only=True):
 
 class RankWelcome(_Frame, frozen=True, kw_only=True):
     """Engine to rank: the rank belongs to the group. The rank then loads the weights, unless already
-    loaded.
-    """
+    loaded."""
 
     heartbeats: str
     """Address of the connection for ``RankHeartbeat``; empty if there is none."""
@@ -102,8 +98,7 @@ class Loaded(_Frame, frozen=True, kw_only=True):
     rank: int
     blocks: tuple[int, ...]
     """For each pool, the number of blocks that fit into the rank's memory: as configured, or as measured on
-    the device.
-    """
+    the device."""
 
 
 class Pools(_Frame, frozen=True, kw_only=True):
@@ -173,8 +168,7 @@ class StepOutcome(_Frame, frozen=True, kw_only=True):
 
 class RankFailed(_Frame, frozen=True, kw_only=True):
     """Rank to engine: a step, or the formation of an epoch, failed on the rank. The rank has ended all
-    communicators and waits for the next epoch.
-    """
+    communicators and waits for the next epoch."""
 
     rank: int
     epoch: int
@@ -249,12 +243,10 @@ class RankHeartbeat(_Frame, frozen=True, kw_only=True):
     """The last step completed by the sender."""
     incarnation: str
     """Incarnation of the engine process: the sender if the sender is an engine, else the engine of the
-    rank.
-    """
+    rank."""
     aborted: int = -1
     """Set by an engine process: the last ended epoch. A rank waiting in a collective of the epoch stops
-    waiting.
-    """
+    waiting."""
     peer: bytes = b""
     """Set by a rank: the name of the rank's control connection, which identifies the rank process."""
     given_up: bool = False
@@ -347,8 +339,7 @@ def decode_to_rank(data: bytes) -> ToRank:
 
 def decode_to_engine(data: bytes) -> ToEngine:
     """Parse a frame of a rank. Raises FrameError. For a hello of another version, VersionMismatch names both
-    versions.
-    """
+    versions."""
     try:
         frame = _decode(_to_engine, data)
     except FrameError:

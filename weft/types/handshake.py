@@ -1,6 +1,5 @@
 """The handshake between releases: the identity of an engine process, and the texts of refusals. See
-docs/adr/0036-releases-that-meet.md.
-"""
+docs/adr/0036-releases-that-meet.md."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the served model."""
     start: int
     """Number of the start, set by the owner of the process. For an engine in a directory: the incarnation of
-    the record. 0 if unknown.
-    """
+    the record. 0 if unknown."""
 
     def is_same(self, other: EngineIdentity) -> bool:
         """Return True if both identities may be of one process."""

@@ -20,22 +20,19 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
 
     key: bytes
     """16-byte key, computed by the media worker from the pixels, the shape, the processing and the request's
-    salt. Prefix caches and embedding caches identify the image by the key.
-    """
+    salt. Prefix caches and embedding caches identify the image by the key."""
     start: int
     """Position of the first placeholder token in the prompt."""
     count: int
     """Number of placeholder tokens, and of rows of the embedding."""
     grid: tuple[int, int, int]
     """Frame groups, rows and columns of patches, before neighbours are merged. Where the tower averages the
-    frames of an item: frames, rows and columns.
-    """
+    frames of an item: frames, rows and columns."""
     pixels: bytes = b""
     """uint8 [frames, height, width, 3]. On the wire an attachment of the message."""
     shared: SharedName | None = None
     """Name of shared memory on the local host with the pixels, valid while the sender of the message keeps
-    the pixels. On the wire the name replaces the pixels. In memory both may be present.
-    """
+    the pixels. On the wire the name replaces the pixels. In memory both may be present."""
     transfer: TransferParameters | None = None
     """Transfer parameters of the embedding, if another group encodes the image."""
     lag: int | None = None

@@ -140,8 +140,7 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     role: Role = "unified"
     fingerprint: str = ""
     """Fingerprint of model, weights, dtypes and cache layout. Engine processes with different fingerprints
-    are never paired. "" for an engine process without KV transfers.
-    """
+    are never paired. "" for an engine process without KV transfers."""
     transfer_address: str = ""
     """Address for messages of KV transfers; "" for an engine process without KV transfers."""
     tower: bool = False
@@ -150,8 +149,7 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     """Address for messages of embedding transfers; "" for an engine process without embedding transfers."""
     tower_fingerprint: str = ""
     """Fingerprint of the image encoder: tower, weights, dtype. Embeddings move only between engine processes
-    with equal fingerprints.
-    """
+    with equal fingerprints."""
     probe: SharedName | None = None
     """Name of shared memory. An API server that can open it may publish pixels (``MediaItem.shared``)."""
     engine: EngineIdentity | None = None
@@ -191,22 +189,19 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Prefixes are shared only between sequences with equal salts."""
     owner: int = 0
     """Id of the client request, for the fair share of slots. Equal for all sequences of a request; 0 means
-    ``request``.
-    """
+    ``request``."""
     client: int = 0
     """Number of the request's API key; 0 without keys. Keys share the grammar compile threads fairly."""
     attempt: int = 0
     """Number of the attempt at the sequence, from 0. A later attempt ends an earlier attempt."""
     transfer: TransferParameters | None = None
     """Transfer parameters, for prefill and decode on different engine processes. The Submits to both engine
-    processes are otherwise equal.
-    """
+    processes are otherwise equal."""
     trace: str = ""
     """W3C traceparent of the API server's span; "" without tracing."""
     grammar: Grammar | None = None
     """Constraint on the whole output, ``emitted_ids`` included. The engine process alone uses the grammar;
-    ranks receive masks.
-    """
+    ranks receive masks."""
     pooling: Pooling = ""
     """Return an embedding instead of tokens: the final hidden state of the last prompt token (last), the mean
     over all tokens (mean), or the state of the first token (cls). "classify": the outputs of
@@ -218,8 +213,7 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Images of the prompt, ordered by position, without overlap."""
     session: str = ""
     """Hash of the session; "" if unknown. Later requests of the session go to the same engine, and cached
-    blocks are retained for a while.
-    """
+    blocks are retained for a while."""
     adapter: str = ""
     """Digest of the LoRA adapter; "" for the model alone. An unknown digest fails the request."""
     payer: str = ""
@@ -228,8 +222,7 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """First position whose experts are reported (``TokenEvent.routes``); -1 for none. Since version 4."""
     forced: Routes | None = None
     """Experts that replace the choice of the router, from position 0 on. ``salt`` must depend on the experts,
-    because the caches do. Since version 4.
-    """
+    because the caches do. Since version 4."""
 
 
 class Finish(_Message, frozen=True, kw_only=True):
@@ -244,14 +237,12 @@ class Drain(_Message, frozen=True, kw_only=True):
 
 class Goodbye(_Message, frozen=True, kw_only=True):
     """API server to engine: the API server leaves, and all its sequences end. The engine process keeps
-    serving other API servers.
-    """
+    serving other API servers."""
 
 
 class WatchPrefixes(_Message, frozen=True, kw_only=True):
     """API server to engine: subscribe to the contents of the prefix cache and all changes. Sent again after a
-    gap.
-    """
+    gap."""
 
 
 class Profile(_Message, frozen=True, kw_only=True):
@@ -343,8 +334,7 @@ class CacheMiss(_Message, frozen=True, kw_only=True):
     reason: str
     position: int
     """Number of prompt tokens found in the cache. For "differs": number of equal tokens, which can be larger,
-    because the cache finds only full blocks.
-    """
+    because the cache finds only full blocks."""
     theirs: bytes = b""
     """For "differs": int32 remembered ids from ``position`` on, at most 32."""
 
@@ -374,12 +364,10 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     """Attempt number of the Submit."""
     position: int = -1
     """For a sequence with a transfer: number of output tokens before ``token_ids``, including the Submit's
-    ``emitted_ids``. Both engine processes report the first token. -1 if not reported.
-    """
+    ``emitted_ids``. Both engine processes report the first token. -1 if not reported."""
     embedding: bytes = b""
     """For a Submit with ``pooling``: float32 [hidden size], little-endian, not normalized; for "classify"
-    float32 [labels]. Sent with the end "stop".
-    """
+    float32 [labels]. Sent with the end "stop"."""
     cache_miss: CacheMiss | None = None
     """For a Submit with ``explain``: sent once, with ``num_cached``."""
     weights: int = 0
@@ -435,8 +423,7 @@ class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     mixed_steps: int = 0
     idle_steps: int = 0
     """Steps without rows, run because other replicas of the expert-parallel group had rows. Included in
-    ``steps``.
-    """
+    ``steps``."""
     running: int = 0
     """Gauge."""
     waiting: int = 0
@@ -515,13 +502,11 @@ class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
     """Engine to API server, sent by the step loop. A heartbeat proves progress of steps, not only a running
-    process.
-    """
+    process."""
 
     idle: bool
     """True if the engine process has no work. If False, ``stats.steps`` must have grown within
-    ``--engine-timeout``.
-    """
+    ``--engine-timeout``."""
     stats: EngineStats
 
 
@@ -547,8 +532,7 @@ class PrefixIndex(_Message, frozen=True, kw_only=True, omit_defaults=True):
 
 class EngineFailed(_Message, frozen=True, kw_only=True):
     """Engine to API server: the engine process failed with ``error`` and ends. The last message; all
-    sequences have ended.
-    """
+    sequences have ended."""
 
     error: ErrorInfo
 
@@ -601,8 +585,7 @@ def encode(message: ToEngine | ToFront) -> bytes:
 
 def decode_to_engine(frame: bytes) -> ToEngine:
     """Parse a frame from an API server. Raises msgspec.DecodeError (or the subclass ValidationError) or
-    ValueError.
-    """
+    ValueError."""
     if len(frame) > MAX_FRAME:
         raise ValueError("frame over the size limit")
     return _to_engine.decode(frame)
@@ -610,8 +593,7 @@ def decode_to_engine(frame: bytes) -> ToEngine:
 
 def decode_to_front(frame: bytes) -> ToFront:
     """Parse a frame from an engine process. Raises msgspec.DecodeError (or the subclass ValidationError) or
-    ValueError.
-    """
+    ValueError."""
     if len(frame) > MAX_FRAME:
         raise ValueError("frame over the size limit")
     return _to_front.decode(frame)
@@ -633,8 +615,7 @@ MAX_ATTACHED = 1 << 30
 
 def encode_parts(message: ToEngine, by_name: bool = False) -> tuple[bytes, ...]:
     """Return the frames of the message; attached frames are not copied. ``by_name``: True if the engine
-    process can open shared memory of the local process. Raises InvalidRequest over a size limit.
-    """
+    process can open shared memory of the local process. Raises InvalidRequest over a size limit."""
     if not isinstance(message, Submit) or not any(len(item.pixels) for item in message.media):
         return (encode(message),)
     bare = []

@@ -45,8 +45,7 @@ class _SlotUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_un
 
 class AllocSlot(_SlotUpdate, frozen=True, kw_only=True):
     """Give ``slot`` to a sequence, as the ``gen``-th sequence of the slot. Writes all known ids to the
-    history and sets the lengths. The slot must be free, or freed by an earlier op of the same plan.
-    """
+    history and sets the lengths. The slot must be free, or freed by an earlier op of the same plan."""
 
     slot: int
     gen: int
@@ -70,8 +69,7 @@ class AllocSlot(_SlotUpdate, frozen=True, kw_only=True):
     """Experts that replace the choice of the router at the positions of ``forced``."""
     spans: np.ndarray = EMPTY
     """int32 [items * 6], for models with rope sections: the image spans of the prompt, cached images
-    included, row by row as ``weft.types.media_item.spans_of`` returns the spans.
-    """
+    included, row by row as ``weft.types.media_item.spans_of`` returns the spans."""
 
 
 class FreeSlot(_SlotUpdate, frozen=True, kw_only=True):
@@ -129,8 +127,7 @@ class SaveState(_SlotUpdate, frozen=True, kw_only=True):
 
 class LoadState(_SlotUpdate, frozen=True, kw_only=True):
     """Copy the snapshot in ``block`` to copy 0 of the slot's state of KV cache group ``kind``, the live
-    state.
-    """
+    state."""
 
     slot: int
     kind: int
@@ -193,8 +190,7 @@ class BindMedia(_SlotUpdate, frozen=True, kw_only=True):
 
 class SendMedia(_SlotUpdate, frozen=True, kw_only=True):
     """Release the embedding of ``count`` rows in ``blocks`` to the transfer ``key``, after the plan's other
-    ops.
-    """
+    ops."""
 
     key: TransferKey
     blocks: bytes
@@ -309,8 +305,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Number of trailing positions with logits."""
     sample: np.ndarray = EMPTY
     """Number of trailing positions sampled: 0 (unfinished chunk), 1, or 1 + drafts. sample <= logits; the
-    other ``logits`` positions give prompt logprobs.
-    """
+    other ``logits`` positions give prompt logprobs."""
     next_k: np.ndarray = EMPTY
     """Number of drafts to propose after the step."""
 
@@ -360,8 +355,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Upper bound of the tokens of each replica. Fewer may be left after the last attention."""
     overlap: bool = False
     """True if every replica computes the step as two micro-batches. The micro-batches of an idle replica are
-    empty.
-    """
+    empty."""
     drafts: int = 0
     """Maximum drafts of a row of any replica: the number of passes of a drafter with collectives."""
     rebalance: bool = False
@@ -386,8 +380,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     agreed: Agreement | None = None
     micro_batches: int = 1
     """Number of micro-batches. With 2, the communication of one overlaps the compute of the other. The engine
-    process decides, with its expert-parallel group. No result depends on the number.
-    """
+    process decides, with its expert-parallel group. No result depends on the number."""
 
     @property
     def rows(self) -> int:
@@ -431,8 +424,7 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def check(self, plan: StepPlan, vocab_size: int) -> None:
         """Raise EngineDead unless the masks are valid for ``plan``: entries in order and in range, words for
-        the whole vocabulary.
-        """
+        the whole vocabulary."""
         if not plan.constrained:
             raise EngineDead(f"token masks arrived for step {plan.step}, which is not constrained")
         entries = self.entries
@@ -500,8 +492,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """int32 [rows]: drafts accepted. The first ``accepted + 1`` tokens of a sampling row are valid."""
     drafts: np.ndarray = EMPTY
     """int32: the drafts proposed after the step, ``next_k`` ids for each row of the plan. The engine process
-    keeps the drafts of a constrained sequence until the verifying step commits, to make the masks.
-    """
+    keeps the drafts of a constrained sequence until the verifying step commits, to make the masks."""
     row_error: tuple[tuple[int, ErrorInfo], ...] = ()
     """(result row, error). The last token of such a row is invalid; accepted drafts are valid."""
     logprobs: LogprobRows | None = None

@@ -29,8 +29,7 @@ MAX_BAD_TOKENS = 4096
 """Maximum tokens of all bad words of one request."""
 MAX_BAD_WORD_TOKENS = 128
 """Maximum tokens of one bad word. Each step compares every bad word, padded to the longest, with the last
-tokens of every sequence.
-"""
+tokens of every sequence."""
 MAX_ID_LIST = 1024
 MAX_BIAS = 1024
 SEED_MASK = (1 << 64) - 1
@@ -60,8 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Sample among the k likeliest tokens; 0 or -1 disables the limit."""
     top_p: float = 1.0
     """Sample among the shortest prefix of tokens, by probability, with at least the given mass; 0 leaves the
-    likeliest token.
-    """
+    likeliest token."""
     min_p: float = 0.0
     """Drop tokens less likely than the given share of the likeliest token's probability."""
     frequency_penalty: float = 0.0
@@ -79,8 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: tuple[str, ...] = ()
     stop_in: StopIn = "content"
     """Scope of stop strings in outputs with several parts: content alone, or also reasoning, calls and
-    markup. Any other output is content as a whole.
-    """
+    markup. Any other output is content as a whole."""
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -88,8 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Any int64 or uint64, taken modulo 2^64; None generates a seed."""
     logprobs: int | None = None
     """Number of top alternatives to report with each sampled token; 0 reports the sampled token alone, -1 the
-    whole vocabulary.
-    """
+    whole vocabulary."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     return_routed_experts: bool = False

@@ -28,8 +28,7 @@ from weft.common.errors import ErrorInfo, WeftError
 
 VERSION = 1
 """Version of these messages. Engine processes of different versions are never paired: the version is part of
-the fingerprint.
-"""
+the fingerprint."""
 
 MOST_SECONDS = 600.0
 """Maximum seconds of a transfer. Ended transfers are remembered for longer."""
@@ -48,8 +47,7 @@ class TransferMessageError(WeftError):
 
 class TransferKey(NamedTuple):
     """The key of one transfer. The API server creates the key. A retry is a new attempt, with separate
-    memory.
-    """
+    memory."""
 
     transfer: U64
     attempt: U32
@@ -70,14 +68,12 @@ class TransferParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     key: TransferKey
     sends: bool
     """True if the engine process prefills the sequence and sends the cache. False if the engine process
-    receives and decodes.
-    """
+    receives and decodes."""
     peer: Peer
     """The engine process at the other end, named by the address for transfer messages in the Welcome."""
     seconds: float
     """Maximum seconds of the transfer, counted from the first offer. Before the offer the sequence is in the
-    sender's queue.
-    """
+    sender's queue."""
 
 
 class Outcome(IntEnum):
@@ -266,8 +262,7 @@ MAX_MESSAGE = max(MOST_BYTES.values())
 
 class TransferWanted(msgspec.Struct, frozen=True):
     """To a receiver's scheduler: the sender offers the sequence. The scheduler must reserve, postpone or
-    refuse.
-    """
+    refuse."""
 
     key: TransferKey
     offer: Admitted
@@ -275,8 +270,7 @@ class TransferWanted(msgspec.Struct, frozen=True):
 
 class TransferBound(msgspec.Struct, frozen=True):
     """To a sender's scheduler: the receiver needs positions from ``start`` on. Computed chunks may be
-    pushed.
-    """
+    pushed."""
 
     key: TransferKey
     start: int
@@ -284,8 +278,7 @@ class TransferBound(msgspec.Struct, frozen=True):
 
 class TransferReceived(msgspec.Struct, frozen=True):
     """The transfer is complete. A receiver can admit the sequence as a decode row. A sender's blocks are
-    free.
-    """
+    free."""
 
     key: TransferKey
     first: tuple[FirstToken, ...] = ()
@@ -313,8 +306,7 @@ TransferEvent = TransferWanted | TransferBound | TransferReceived | TransferFail
 
 class OfferTransfer(msgspec.Struct, frozen=True):
     """From a sender's scheduler: the sequence is admitted, and its ``num_prompt`` known ids will be
-    computed.
-    """
+    computed."""
 
     key: TransferKey
     num_prompt: int
@@ -382,8 +374,7 @@ def encode(message: TransferMessage) -> bytes:
 
 def decode(data: bytes) -> TransferMessage:
     """Parse a message of a peer. Raises TransferMessageError for anything except a valid message of the
-    current version.
-    """
+    current version."""
     if len(data) > MAX_MESSAGE:
         raise TransferMessageError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE}")
     try:
