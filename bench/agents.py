@@ -1,13 +1,13 @@
-"""Measure sessions of coding agents against a real server: cache in memory alone, and with a disk tier.
+"""Measure sessions of coding agents on a real server, without and with a disk tier.
 
     python -m bench.agents --json bench/results/agents-mine.json
     python -m bench.agents --sessions 20 --turns 8
 
-The traffic is that of ``weft sim agents`` with every length divided by ``--shorter`` and every pause by
+The traffic equals ``weft sim agents``, with every length divided by ``--shorter`` and every pause by
 ``--faster``: the prompt of a turn is the last prompt, the last output, and a tool's result. ``--active``
-sessions run at the same time; the next session begins when one ends. The cache in memory holds ``--kv-share``
-of the tokens of the active sessions at their ends. The model has the weights of the bundled model, with a
-longer maximum length. Each server runs alone and sees the same sessions. Outputs must be equal.
+sessions run at a time. The cache in memory has room for the share ``--kv-share`` of the final tokens of the
+active sessions. The model has the weights of the bundled model, with a longer maximum length. Each server
+runs alone, with the same sessions. Outputs must be equal.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ async def turn(
     client: httpx.AsyncClient, url: str, prompt: list[int], tokens: int, session: int
 ) -> tuple[float, int, list[int]]:
     """Send one request. Return (seconds to the first token, cached tokens, output token ids). Raises
-    RuntimeError for an answer that is not whole."""
+    RuntimeError for an incomplete answer."""
     body = {
         "model": "agents",
         "prompt": prompt,

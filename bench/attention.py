@@ -1,4 +1,4 @@
-"""The CPU extension's paged attention against scaled_dot_product_attention, in one run.
+"""Compare the CPU extension's paged attention with scaled_dot_product_attention.
 
 python -m bench.attention [--json FILE] [--repeat N]
 
@@ -28,7 +28,7 @@ HEADS, KV_HEADS, DIM, BLOCK = 12, 4, 64, 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """``rows`` sequences with ``context`` tokens computed and ``count`` new ones, in ``layers`` caches."""
+    """``rows`` sequences with ``context`` computed and ``count`` new tokens, in ``layers`` caches."""
 
     name: str
     rows: int
@@ -75,7 +75,7 @@ def paged(case: Case) -> Callable[[], None]:
 
 
 def sdpa(case: Case) -> Callable[[], None]:
-    """Return a call that does the same work with torch, on contiguous keys and values of every query head."""
+    """Return a call of torch for the same work, on contiguous keys and values of every query head."""
     keys = case.context + case.count
     kv = [torch.randn(2, case.rows, HEADS, keys, DIM).bfloat16() for _ in range(min(case.layers, 2))]
     q = torch.randn(case.rows, HEADS, case.count, DIM).bfloat16()

@@ -1,4 +1,5 @@
-"""A batch on a server that dies many times: ``python -m bench.batch_drill --lines 10000 --kills 20``.
+"""Run a batch on a server that is killed many times: ``python -m bench.batch_drill --lines 10000 --kills
+20``.
 
 Uploads a batch with sampled outputs, kills all processes of the server (SIGKILL) at random moments, and
 starts the server again on the same folder. At the end the outputs are compared with an undisturbed run of the
@@ -123,7 +124,7 @@ def drill(folder: Path, lines: int, kills: int, seed: int, flags: list[str]) -> 
         asked = {"input_file_id": uploaded, "endpoint": CHAT, "completion_window": "24h"}
         batch = server.http.post("/v1/batches", json=asked).json()["id"]
         for number in range(kills):
-            # Each kill comes at a random moment behind the next part of the lines.
+            # Each kill happens at a random moment after the next part of the lines.
             _wait(server, batch, lines * (number + rng.random()) / (kills + 1))
             time.sleep(rng.random() * 0.2)
             server.kill()
@@ -185,7 +186,7 @@ def main() -> int:
     parser.add_argument("--lines", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("flags", nargs="*", help="model and flags of weft serve, behind --")
+    parser.add_argument("flags", nargs="*", help="model and flags of weft serve, after --")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
         flags = given.flags or ["spool-text", "--threads", "1", "--max-num-seqs", "64"]

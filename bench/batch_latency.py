@@ -1,10 +1,10 @@
-"""Measure p99 of the time to first token beside batches, on virtual time.
+"""Measure the p99 time to first token beside batches, on virtual time.
 
 python -m bench.batch_latency --lines 1 2 4 16 --seeds 8
 
 Each seed has Poisson arrivals of online requests, once alone and once beside ``--lines`` lines of a batch. A
 line that ends is replaced at once. p99 is over the requests of all seeds together. The last column is the
-mean time from an arrival to the end of the step under way, which is 0 for a device without work.
+mean time from an arrival to the end of the running step; 0 for an idle device.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Run:
     ttft: np.ndarray
     """Milliseconds, float64 [requests]."""
     residual: np.ndarray
-    """Milliseconds from the arrival to the end of the step under way, float64 [requests]."""
+    """Milliseconds from the arrival to the end of the running step, float64 [requests]."""
     lines: float
     """Lines per second."""
 
 
 def run(seed: int, lines: int, requests: int, rate: float, drafts: int = 0) -> Run:
-    """Return the results of one seed beside ``lines`` lines. ``drafts``: of each sequence in a step."""
+    """Return the results of one seed beside ``lines`` lines. ``drafts``: drafts of a sequence per step."""
     rng = random.Random(seed)
     section = SchedulerSection(max_num_seqs=64, max_num_batched_tokens=512)
     arrivals = poisson(requests, rate, PROMPT, Lengths(OUTPUT, OUTPUT), rng)
@@ -86,7 +86,7 @@ def run(seed: int, lines: int, requests: int, rate: float, drafts: int = 0) -> R
     online = [stream for stream in simulation.streams if not stream.arrival.background]
     at = np.array([stream.arrival.at for stream in online])
     starts, ends = np.array(simulation.steps).T
-    # A step that starts at the time of the arrival has the request, so only earlier steps count.
+    # A step that starts at the arrival includes the request, so only earlier steps count.
     step = np.maximum(np.searchsorted(starts, at) - 1, 0)
     return Run(
         ttft=1e3 * (np.array([stream.times[0] for stream in online]) - at),

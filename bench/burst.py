@@ -1,4 +1,4 @@
-"""Measure a burst of requests on ranks that share experts: one sequence at a time against several.
+"""Measure a burst of requests on ranks that share experts, with one and with several sequence slots.
 
 python -m bench.burst --model spool-mla --json burst.json
 
@@ -100,7 +100,7 @@ def main() -> None:
     model_flags(parser)
     parser.add_argument("--ranks", type=int, default=2, help="ranks that share the experts")
     parser.add_argument("--slots", type=int, default=4, help="--max-num-seqs of the second engine")
-    parser.add_argument("--bursts", type=int, nargs="+", default=[4, 8], help="requests that come at once")
+    parser.add_argument("--bursts", type=int, nargs="+", default=[4, 8], help="requests that arrive at once")
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=80, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=5)

@@ -2,9 +2,9 @@
 
 python -m bench.canary --seconds 30 --out bench/results/canary.json
 
-The canary sends a request every 0.1 s from a process of its own, even if earlier requests are unanswered. The
-kinds in ``CANARIES`` take turns. The canary and the attacker have different API keys. The output has, for
-each attack and kind: latency, refusals, and the memory of the API server and of the whole server before the
+The canary sends a request every 0.1 s from a separate process, even if earlier requests are unanswered. The
+kinds in ``CANARIES`` alternate. The canary and the attacker have different API keys. The output has, for each
+attack and kind: latency, refusals, and the memory of the API server and of the whole server before the
 attack, at the peak and afterwards. Every attack gets a fresh server.
 """
 
@@ -79,7 +79,7 @@ def _stored(number: int) -> tuple[str, dict[str, Any]]:
 
 
 def _image(number: int) -> tuple[str, dict[str, Any]]:
-    """Return a chat request with a unique image. The model must take images: ``--model spool-vision``."""
+    """Return a chat request with a unique image. The model must accept images: ``--model spool-vision``."""
     file = io.BytesIO()
     Image.new("RGB", (64, 64), (number % 256, number // 256 % 256, 77)).save(file, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -126,7 +126,7 @@ class Row:
 
 
 class Canary:
-    """Send requests at fixed times until stopped; the ``kinds`` take turns."""
+    """Send requests at fixed times until stopped. The ``kinds`` alternate."""
 
     def __init__(self, url: str, model: str, kinds: Sequence[str] = ("text",), key: str = "") -> None:
         self._url = url
@@ -209,7 +209,7 @@ class Memory:
 
 
 def is_engine(pid: int) -> bool:
-    """Return True if the title of process ``pid`` is that of an engine."""
+    """Return True if process ``pid`` has the title of an engine."""
     with contextlib.suppress(OSError):  # the process has just ended
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"weft: head")
     return False
@@ -311,12 +311,14 @@ def main() -> None:
         "--canaries",
         nargs="+",
         choices=CANARIES,
-        help="by default all, with images where the model is spool-vision",
+        help="kinds of requests; default: all, with images for spool-vision",
     )
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each attack")
+    parser.add_argument("--seconds", type=float, default=30.0, help="seconds of each attack")
     parser.add_argument("--scale", type=float, default=1.0, help="size of the attacks")
     parser.add_argument("--streams", type=int, default=64, help="streams that are never read")
-    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of the server; last")
+    parser.add_argument(
+        "--flags", nargs=argparse.REMAINDER, default=[], help="flags of the server; must be the last argument"
+    )
     parser.add_argument("--log", help="file for the log of the last server")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Weft against other engines on this machine: one command, interleaved rounds, a table and every sample.
+"""Compare Weft with other engines on this machine: interleaved rounds, a table and every sample.
 
 bash bench/peers/setup.sh                 # once: the peers' environments
 python -m bench.compare --name mine       # or: make bench
@@ -31,7 +31,7 @@ from weft.config.hub import BUNDLED
 
 HERE = Path(__file__).parent
 FORMAT = 1
-#: Workload whose prompts show if an engine repeats its tokens.
+#: Workload of the determinism check.
 SAME_TOKENS = WORKLOADS["W1"]
 
 
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--engines",
         default=default,
-        help=f"rows, by name; {', '.join(rows.QUANTIZED)} also with -int8 or -int4 behind; default {default}",
+        help=f"names of rows; {', '.join(rows.QUANTIZED)} also with -int8 or -int4; default {default}",
     )
     made.add_argument(
         "--weft-args",
@@ -57,10 +57,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--dtype", default="bfloat16", help="default bfloat16")
     made.add_argument("--threads", type=int, default=2, help="CPU threads of every engine; default 2")
-    made.add_argument("--name", default="", help="of the result files; default MODEL")
+    made.add_argument("--name", default="", help="name of the result files; default MODEL")
     made.add_argument("--results", type=Path, default=HERE / "results", help="folder of the result files")
-    made.add_argument("--dir", type=Path, default=default_folder(), help="where setup.sh put the peers")
-    made.add_argument("--one-at-a-time", action="store_true", help="load one engine at a time: little memory")
+    made.add_argument("--dir", type=Path, default=default_folder(), help="folder of the peers, from setup.sh")
+    made.add_argument(
+        "--one-at-a-time", action="store_true", help="load one engine at a time, to save memory"
+    )
     made.add_argument("--no-determinism", action="store_true", help="don't compare tokens between runs")
     made.add_argument("--load-deadline", type=float, default=600, help="seconds to load; default 600")
     made.add_argument("--run-deadline", type=float, default=600, help="seconds of one run; default 600")
@@ -90,7 +92,7 @@ def chosen(names: str) -> list[Workload]:
     """Return the workloads in ``names``. Raise SystemExit for an unknown name."""
     unknown = [name for name in names.split(",") if name not in WORKLOADS]
     if unknown:
-        raise SystemExit(f"no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}")
+        raise SystemExit(f"no workload {unknown[0]!r}; known: {', '.join(WORKLOADS)}")
     return [WORKLOADS[name] for name in names.split(",")]
 
 
@@ -107,8 +109,7 @@ def model_folder(name: str, folder: Path) -> Path:
     try:
         return checkpoints.make(name, target, 0, progress=False)
     except ConfigError:
-        # The folder belongs to this script. An earlier version of the recipe made the folder; make the folder
-        # again.
+        # An earlier version of the recipe made the folder of this script: make the folder again.
         if name not in checkpoints.RECIPES or not (target / "weft_bench.json").is_file():
             raise
     shutil.rmtree(target)
@@ -132,7 +133,7 @@ def measure(
     vocabulary: int,
     records: dict[str, dict[str, Any]],
 ) -> None:
-    """Run all measurements on engines that are up together. Fill ``records``, also when interrupted."""
+    """Run all measurements on engines that are loaded together. Fill ``records``, also when interrupted."""
     deadlines = Deadlines(load=args.load_deadline, run=args.run_deadline)
     logs = setting.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -190,7 +191,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         for together in [[row] for row in ready] if args.one_at_a_time else [ready]:
             measure(together, setting, args, vocabulary, records)
     except KeyboardInterrupt:
-        say("interrupted: what was measured until now is written")
+        say("interrupted: the finished measurements are written")
         interrupted = True
     for name, record in records.items():
         record["weft"] = name == "weft" or name in own

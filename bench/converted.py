@@ -1,4 +1,4 @@
-"""Convert a checkpoint into the formats of the peers, once, into the folder of the peers' environments."""
+"""Convert a checkpoint to the formats of the peers, in the folder of the peers' environments."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def openvino(source: Source, weights: str) -> Path:
 
 
 def compressed(source: Source, weights: str, python: Path) -> Path:
-    """A checkpoint in compressed-tensors' format, which vLLM reads; rounded to nearest."""
+    """Return a checkpoint in compressed-tensors' format for vLLM, rounded to nearest."""
     target = source.folder / f"{source.model.name}-compressed-{weights}"
     command = [python, PEERS / "to_compressed.py", source.model]
     return _kept(source, target, lambda out: _run([*command, out, weights], "to_compressed.py"))

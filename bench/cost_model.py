@@ -86,7 +86,7 @@ def report(model: CostModel, steps: Steps) -> float:
 
 
 def straight(steps: Steps) -> CostModel:
-    """For comparison: seconds = a + b * tokens by ordinary least squares."""
+    """Return the fit seconds = a + b * tokens by ordinary least squares, for comparison."""
     tokens = [shape.tokens for shape, _ in steps]
     slope, step = statistics.linear_regression(tokens, [seconds for _, seconds in steps])
     return CostModel((max(step, 0.0), *[max(slope, 0.0)] * 5, *[0.0] * 5))
@@ -98,11 +98,11 @@ def main() -> None:
     )
     model_flags(parser)
     parser.add_argument("--steps", type=int, default=1500, help="steps to measure")
-    parser.add_argument("--longest", type=int, default=1024, help="most prompt tokens in one step")
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="most sequences in one step")
-    parser.add_argument("--max-model-len", default="auto", help="longest prompt + output")
+    parser.add_argument("--longest", type=int, default=1024, help="maximum prompt tokens in one step")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="maximum sequences in one step")
+    parser.add_argument("--max-model-len", default="auto", help="maximum tokens of prompt and output")
     parser.add_argument("--steps-in-flight", type=int, default=2, help="1 or 2")
-    parser.add_argument("--about", default="", help="words for the file: the model and the machine")
+    parser.add_argument("--about", default="", help="description for the file: the model and the machine")
     parser.add_argument("--json", type=Path, help="write the fitted model to this file")
     args = parser.parse_args()
     core = engine(

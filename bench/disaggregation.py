@@ -4,9 +4,9 @@ python -m bench.disaggregation --name disaggregation-mine
 python -m bench.disaggregation --model qwen3-dense-s --variants unified,1p1d --rounds 5
 python -m bench.disaggregation --model qwen3vl-s --images 1 --variants unified,1e1u,1e1p1d --rounds 3
 
-Real servers over HTTP run in turn, in every round. Streams decode all the time. After a time alone, one
-prompt arrives every ``--every`` seconds. With several engines, each engine is pinned to one core; ``unified``
-has all cores. The API server and the clients use the cores that engines leave idle.
+Every round runs one real server after another, over HTTP. Streams decode all the time: first alone, then
+beside one prompt every ``--every`` seconds. With several engines, each engine is pinned to one core.
+``unified`` has all cores. The API server and the clients use idle time of the cores.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Load:
     first: list[float] = field(default_factory=list)
     """Seconds from sending each prompt to its first token."""
     come: float = 0.0
-    """When prompts began to come."""
+    """Time of the first prompt."""
     end: float = 0.0
 
     def gaps(self, begin: float, end: float) -> list[float]:
@@ -73,7 +73,7 @@ class Load:
         return sorted(b - a for times in inside for a, b in itertools.pairwise(times))
 
     def rate(self, begin: float, end: float) -> float:
-        """Tokens a second of all decoding streams."""
+        """Tokens per second of all decoding streams."""
         return sum(begin <= at < end for times in self.streams for at in times) / (end - begin)
 
 
@@ -229,25 +229,27 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="qwen3-dense-s", help="bundled, a name of weft bench, or a folder")
-    parser.add_argument("--folder", type=Path, default=default_folder(), help="for checkpoints")
+    parser.add_argument("--folder", type=Path, default=default_folder(), help="folder for checkpoints")
     parser.add_argument("--variants", default="unified,unified-target,unified-x2,1p1d")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--streams", type=int, default=4, help="that decode all along")
-    parser.add_argument("--decode-context", type=int, default=64, help="prompt tokens of those")
-    parser.add_argument("--tokens", type=int, default=512, help="of a stream until another takes its place")
+    parser.add_argument("--streams", type=int, default=4, help="streams that decode all the time")
+    parser.add_argument("--decode-context", type=int, default=64, help="prompt tokens of the streams")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a stream before its replacement")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--prompt-tokens", type=int, default=2048)
-    parser.add_argument("--images", type=int, default=0, help="of each prompt, in place of --prompt-tokens")
-    parser.add_argument("--image-side", type=int, default=512, help="pixels")
-    parser.add_argument("--duplicates", type=float, default=0.0, help="share of images that came before")
-    parser.add_argument("--output-tokens", type=int, default=8, help="of each prompt")
+    parser.add_argument(
+        "--images", type=int, default=0, help="images of each prompt, instead of --prompt-tokens"
+    )
+    parser.add_argument("--image-side", type=int, default=512, help="width and height of an image in pixels")
+    parser.add_argument("--duplicates", type=float, default=0.0, help="share of repeated images")
+    parser.add_argument("--output-tokens", type=int, default=8, help="output tokens of each prompt")
     parser.add_argument("--every", type=float, default=2.5, help="seconds between two prompts")
     parser.add_argument("--warm-up", type=float, default=3.0, help="seconds")
     parser.add_argument("--alone", type=float, default=5.0, help="seconds of streams without prompts")
     parser.add_argument("--itl-target-ms", type=float, default=0.0, help="0: 1.6 times the median alone")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds of one run")
-    parser.add_argument("--name", help="of the result in bench/results")
+    parser.add_argument("--name", help="name of the result in bench/results")
     args = parser.parse_args()
     args.variants = chosen(parser, args.variants)
     return args
@@ -258,7 +260,7 @@ def chosen(parser: argparse.ArgumentParser, variants: str) -> list[str]:
     names = variants.split(",")
     for variant in names:
         if variant not in VARIANTS:
-            parser.error(f"--variants {variant}: of {', '.join(VARIANTS)}")
+            parser.error(f"--variants {variant}: known are {', '.join(VARIANTS)}")
     return names
 
 

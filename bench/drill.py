@@ -7,8 +7,8 @@ python -m bench.drill --victims head --tree ../weft-before --name drill-before
 Each kind of victim gets a fresh server. Clients send streaming requests in sequence. After a broken
 connection a client sends the request again, as OpenAI's clients do. Every answer is compared with the answer
 before the first kill. The server recovers fully between kills. The gap of a kill is, for each client, the
-longest time between two tokens around the kill; the client's own pause between requests is included.
-``--tree`` runs the server of another working tree, so one program measures two versions.
+longest time between two tokens around the kill, pauses between requests included. ``--tree`` runs the server
+of another working tree, to compare versions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Victim(NamedTuple):
     """Describe a process to kill, and its server."""
 
     process: str
-    """Begin of the process title, after ``weft: ``."""
+    """Beginning of the process title, after ``weft: ``."""
     flags: str = ""
     decode_flags: str = ""
     """Flags of the decode group. If set, the server runs a topology with one group of each role."""
@@ -98,7 +98,7 @@ TRIES = 60
 IDLE_S = 60.0
 """Maximum seconds after the last request until all pools are as at the beginning."""
 BEFORE_S, AFTER_S = 2.0, 30.0
-"""The time around a kill in which gaps are looked for."""
+"""Seconds around a kill in which gaps count."""
 
 
 def small_pictures() -> list[list[str]]:
@@ -158,7 +158,7 @@ class Drill:
             for prompt in self.prompts:
                 self._expected[prompt] = await self._stream(http, prompt, Client())
             await asyncio.sleep(2.0)
-            # The reference state: all pools at rest, all processes with their roles.
+            # The reference state: all pools idle, all processes with their roles.
             free = await self._pools(http)
             whole = set(processes(self._root).values()), len(processes(self._root))
             load = [asyncio.create_task(self._client(http, number)) for number in range(self._args.clients)]
@@ -211,7 +211,7 @@ class Drill:
                 ready = (await http.get(f"{self._server.url}/ready")).status_code == 200
                 if ready and (not self._pictures or await self._all_up(http)):
                     return
-        raise RuntimeError(f"the server did not become whole: {processes(self._root)}")
+        raise RuntimeError(f"the server did not recover: {processes(self._root)}")
 
     async def _all_up(self, http: httpx.AsyncClient) -> bool:
         """Return True if all engines are up. A server is ready even without its encode engines."""
@@ -345,29 +345,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--victims", default=",".join(VICTIMS), help=f"of {', '.join(VICTIMS)}")
+    parser.add_argument(
+        "--victims", default=",".join(VICTIMS), help=f"processes to kill: {', '.join(VICTIMS)}"
+    )
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=100, help="of each client")
+    parser.add_argument("--requests", type=int, default=100, help="requests of each client")
     parser.add_argument("--pictures", default="", help="e.g. 5x1920x1080,2x3840x2160; by default noise")
-    parser.add_argument("--quality", type=int, default=70, help="of the JPEG files of --pictures")
-    parser.add_argument("--mm-cache-bytes", default="256K", help="of each group, where there are images")
-    parser.add_argument("--max-request-bytes", default="", help="of bodies; they may have four times as much")
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds of a request")
+    parser.add_argument("--quality", type=int, default=70, help="JPEG quality of --pictures")
+    parser.add_argument(
+        "--mm-cache-bytes", default="256K", help="embedding cache of each group, for requests with images"
+    )
+    parser.add_argument(
+        "--max-request-bytes",
+        default="",
+        help="memory of a request body; all bodies share four times as much",
+    )
+    parser.add_argument("--timeout", type=float, default=180.0, help="maximum seconds of a request")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--every", type=float, default=4.0, help="seconds of load before each kill")
-    parser.add_argument("--deadline", type=float, default=900.0, help="seconds of a whole drill")
-    parser.add_argument("--model", default="", help="a bundled model by default")
+    parser.add_argument("--deadline", type=float, default=900.0, help="maximum seconds of a drill")
+    parser.add_argument("--model", default="", help="model; default: a bundled model")
     parser.add_argument(
         "--tree", default=str(Path(__file__).parents[1]), help="the working tree of the server"
     )
-    parser.add_argument("--name", help="of the result in bench/results")
+    parser.add_argument("--name", help="name of the result in bench/results")
     args = parser.parse_args()
     rows, reasons = [], {}
     with tempfile.TemporaryDirectory() as folder:
         for victim in args.victims.split(","):
             if victim not in VICTIMS:
-                parser.error(f"--victims {victim}: of {', '.join(VICTIMS)}")
+                parser.error(f"--victims {victim}: known are {', '.join(VICTIMS)}")
             row, reasons[victim] = drill(victim, args, Path(folder) / f"{victim}.log")
             rows.append(row)
             print(row, *reasons[victim][:3], sep="\n", flush=True)

@@ -25,7 +25,7 @@ class PeerError(Exception):
 
 
 def last_lines(log: Path, count: int = 15) -> str:
-    """The end of a log, for an error message."""
+    """Return the last lines of a log, for an error message."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
@@ -41,11 +41,11 @@ def pinned(command: Sequence[str], threads: int) -> list[str]:
     return ["taskset", "-c", ",".join(map(str, cpus[:threads])), *command]
 
 
-def signal_tree(root: int, what: signal.Signals) -> None:
+def signal_tree(root: int, number: signal.Signals) -> None:
     """Send a signal to a process and all descendants. Skip processes that are gone."""
     for pid in tree(root):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, what)
+            os.kill(pid, number)
 
 
 def end_tree(process: subprocess.Popen[Any], grace_s: float = 20) -> None:

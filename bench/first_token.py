@@ -3,9 +3,9 @@
 python -m bench.first_token --name first-token-mine
 python -m bench.first_token --tree ../weft-before --name first-token-before
 
-One client sends requests in sequence. Runs with ``max_tokens`` 1 and runs with ``max_tokens`` 2 take turns.
-The second kind is the yardstick: such a request needs a transfer, and the first kind needs none. ``--tree``
-runs the server of another working tree, so one program measures two versions.
+One client sends requests in sequence. Runs with ``max_tokens`` 1 and runs with ``max_tokens`` 2 alternate.
+Requests with 2 tokens are the reference: they need a transfer, and requests with 1 token need none.
+``--tree`` runs the server of another working tree, to compare versions.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def evictions(http: httpx.Client) -> float:
 def run(
     http: httpx.Client, model: str, max_tokens: int, requests: int, first: int
 ) -> tuple[list[float], list[int]]:
-    """Seconds of each request, and the HTTP statuses other than 200. ``first``: number of the first prompt;
-    no prompt comes twice.
+    """Return (seconds of each request, HTTP statuses except 200). ``first``: number of the first prompt. No
+    prompt repeats.
     """
     took: list[float] = []
     failed: list[int] = []
@@ -58,7 +58,7 @@ def run(
 
 
 def measure(http: httpx.Client, model: str, requests: int, rounds: int) -> list[dict[str, Any]]:
-    """A row for each number of tokens."""
+    """Return a row for each number of tokens."""
     took: dict[int, list[float]] = {length: [] for length in LENGTHS}
     failed: dict[int, list[int]] = {length: [] for length in LENGTHS}
     evicted = dict.fromkeys(LENGTHS, 0.0)
@@ -90,12 +90,12 @@ def measure(http: httpx.Client, model: str, requests: int, rounds: int) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="spool-text")
-    parser.add_argument("--requests", type=int, default=1000, help="of each number of tokens")
+    parser.add_argument("--requests", type=int, default=1000, help="requests for each number of tokens")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--flags", default="--prefill 1 --decode 1", help="of the server")
+    parser.add_argument("--flags", default="--prefill 1 --decode 1", help="flags of the server")
     parser.add_argument("--tree", type=Path, default=record.ROOT, help="the server's working tree")
     parser.add_argument("--folder", type=Path, default=record.ROOT / "bench" / "results")
-    parser.add_argument("--name", help="of the result; without it none is written")
+    parser.add_argument("--name", help="name of the result; default: no result is written")
     given = parser.parse_args()
     command = [sys.executable, "-m", "weft", "serve", given.model, "--port", "{port}", *given.flags.split()]
     environment = {"PYTHONPATH": os.fspath(given.tree.resolve())}

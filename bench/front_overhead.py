@@ -1,19 +1,19 @@
-"""Measure the cost of the API server per token: many streams against engines that play a script.
+"""Measure the cost of the API server per token: many streams from engines that replay a script.
 
 python -m bench.front_overhead --streams 1000 --interval-ms 200 --tokens 50 --rounds 3 --json FILE
 python -m bench.front_overhead --together --flags "--data-parallel-size 32"
 python -m bench.front_overhead --against ../other-checkout      # rounds of both, in turn
 
-Streams start in sequence, evenly over one interval and at least ``--spacing-ms`` apart. The engine plays
-token k of a stream at start + (k + 1) intervals. The latency of a token is the delay of its arrival at the
-client after that time, counted from the sending of the request. The latency covers the way to the engine, the
-engine's own delay, the API server and the client. With ``--together``, the tokens of all streams are due at
-multiples of the interval, as from one step of an engine.
+Streams start in sequence, evenly over one interval and at least ``--spacing-ms`` apart. Token k of a stream
+is due at start + (k + 1) intervals. The latency of a token is its delay at the client after the due time,
+counted from the sending of the request. The latency includes the message to the engine, the engine's delay,
+the API server and the client. With ``--together``, the tokens of all streams are due at multiples of the
+interval, as from one step.
 
 CPU time of each process comes from /proc, so the load generator's time is not in the API server's.
 ``front_us_a_token`` is over all work while the streams ran, reading the requests included.
-``stream_us_a_token`` is over the time in which all streams were open, and no request began or ended; nan if
-there was no such time, because the server was too late.
+``stream_us_a_token`` is over the time in which all streams were open and no request began or ended; nan if
+the server was too slow for such a time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Delta(msgspec.Struct):
-    """Decode the part of an event that the client reads."""
+    """Fields of an event that the client reads."""
 
     content: str | None = None
 
@@ -92,7 +92,7 @@ class Stream(asyncio.Protocol):
         self.parser.feed_data(data)
 
     def on_body(self, body: bytes) -> None:
-        """Takes events."""
+        """Handle the events of the body."""
         *lines, self.rest = (self.rest + body).split(b"\n")
         now = time.monotonic()
         for line in lines:
@@ -106,7 +106,7 @@ class Stream(asyncio.Protocol):
                 self.tokens += len(text)
 
     def on_message_complete(self) -> None:
-        """The answer is over."""
+        """End the stream."""
         status = self.parser.get_status_code()
         self._end(None if status == 200 else RuntimeError(f"status {status}: {self.rest!r}"))
 
@@ -143,7 +143,7 @@ class Steady:
 
 
 async def steady(args: argparse.Namespace, root: int, streams: list[Stream]) -> Steady:
-    """Measure from the first token of the last stream to the last token but two of the first stream."""
+    """Measure from the first token of the last stream to the third last token of the first stream."""
 
     def now() -> Steady:
         return Steady(cpu_seconds(root)["front"], sum(stream.tokens for stream in streams))
@@ -231,7 +231,7 @@ def begin(stream: Stream, interval: float, together: bool) -> float:
     """Return the time at which the first token of ``stream`` was due."""
     if not together:
         return stream.sent + interval
-    # The engine's clock is the client's. The least late token is less than an interval late.
+    # Engine and client share a clock. The least late token is less than an interval late.
     first = min(came - number * interval for number, came in enumerate(stream.arrivals))
     return math.floor(first / interval) * interval
 
@@ -241,19 +241,23 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--streams", type=int, default=1000)
-    parser.add_argument("--tokens", type=int, default=50, help="of each stream")
-    parser.add_argument("--interval-ms", type=float, default=200.0, help="between two tokens of a stream")
-    parser.add_argument("--spacing-ms", type=float, default=5.0, help="between two requests at least")
+    parser.add_argument("--tokens", type=int, default=50, help="tokens of each stream")
+    parser.add_argument(
+        "--interval-ms", type=float, default=200.0, help="time between two tokens of a stream"
+    )
+    parser.add_argument("--spacing-ms", type=float, default=5.0, help="minimum time between two requests")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--together", action="store_true", help="all streams tick together")
-    parser.add_argument("--against", type=Path, help="folder of another checkout, measured in turn")
+    parser.add_argument(
+        "--together", action="store_true", help="tokens of all streams are due at the same times"
+    )
+    parser.add_argument("--against", type=Path, help="folder of another checkout; rounds alternate")
     parser.add_argument("--flags", default="", help="further flags of the server")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
 def main() -> None:
-    """Prints a line a round, and writes the medians with ``--json``."""
+    """Print a line per round, and write the medians with ``--json``."""
     args = parse()
     folders = {"": Path.cwd()} if args.against is None else {"before ": args.against, "after ": Path.cwd()}
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in folders}
@@ -289,7 +293,7 @@ def serve(
     write_tokenizer(tokenizer)
     command = [sys.executable, "-m", "weft", "serve", "--port", "{port}", "--scripted", str(script)]
     command += ["--tokenizer", str(tokenizer), "--max-num-seqs", str(2 * args.streams), *args.flags.split()]
-    # PYTHONSAFEPATH: the present folder must not come before the checkout.
+    # PYTHONSAFEPATH: the current folder must not come before the checkout.
     paths = [str(checkout.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
     server = ServerProcess(command, prompt="a", environment=environment)
@@ -299,7 +303,7 @@ def serve(
 
 
 def write(args: argparse.Namespace, rounds: dict[str, list[dict[str, Any]]]) -> None:
-    """The result as two files."""
+    """Write the result as two files."""
     rows = []
     for name in next(iter(rounds.values()))[0]:
         row = {"": name}

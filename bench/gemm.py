@@ -1,11 +1,11 @@
-"""Time all matrix products of one forward pass: torch against the CPU extension, in milliseconds.
+"""Time the matrix products of one forward pass by torch and by the CPU extension, in milliseconds.
 
 python -m bench.gemm --rows 1,8,32,64,512,2048 --threads 2 --json gemm.json
 
-A pass has every matrix of qwen3-dense-s (12 layers and the output head) in the order of a model, so the
-caches hold the same data as in a model. Variants take turns. The output is the sum over matrices of the
-shortest time of each matrix: on a shared machine whole passes measure the neighbours, and single products fit
-in between. GB/s counts each weight once.
+A pass has every matrix of qwen3-dense-s (12 layers and the output head) in model order, so that CPU caches
+have the same data as in a model. Variants alternate. The output is the sum over matrices of the shortest time
+of each matrix, because other programs of a shared machine disturb nearly every whole pass. GB/s counts each
+weight once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HEAD = (16384, 768, False)
 SHAPES = (*LAYER * LAYERS, HEAD)
 PARAMETERS = sum(outputs * inputs for outputs, inputs, _ in SHAPES)
 
-#: Bytes an element of a matrix, scales included.
+#: Bytes per element of a matrix, scales included.
 BYTES = {
     "torch bf16": 2,
     "bf16": 2,
@@ -88,7 +88,8 @@ def _torch(weight: Tensor, gated: bool) -> Callable[[Tensor], Tensor]:
 
 
 def codes_of(weight: Tensor, name: str) -> Codes:
-    """``weight`` rounded as --quantization does; of 4-bit floats random codes, which take as long."""
+    """Return ``weight`` rounded as by --quantization. For 4-bit floats: random codes, which take equal
+    time."""
     if name in ("int4", "fp8"):
         return coded.to_int4(weight) if name == "int4" else coded.to_fp8(weight)
     outputs, inputs = weight.shape
@@ -164,10 +165,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", default="1,8,32,64,512,2048", help="rows of x, separated by commas")
-    parser.add_argument("--variants", default=",".join(BYTES), help="which, separated by commas")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves it to torch")
-    parser.add_argument("--turns", type=int, default=40, help="turns of each variant with few rows")
-    parser.add_argument("--json", type=Path, help="a file for the numbers")
+    parser.add_argument("--variants", default=",".join(BYTES), help="names of variants, separated by commas")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 for torch's default")
+    parser.add_argument("--turns", type=int, default=40, help="repetitions of each variant with few rows")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
     names = args.variants.split(",")
     if unknown := set(names) - set(BYTES):

@@ -1,8 +1,8 @@
-"""Cost of the implementation of transformers beside Weft's own: CPU seconds of one Llama, both ways.
+"""Measure the cost of transformers' implementation beside Weft's own, in CPU seconds of one Llama.
 
     python -m bench.generic_cost [--layers 8] [--hidden 512] [--dtype float32] [--rounds 3]
 
-Makes a random Llama, and runs the same requests with ``--model-impl weft`` and ``transformers``, in turn, in
+Makes a random Llama, and alternates the same requests between ``--model-impl weft`` and ``transformers``, in
 one thread. Prints CPU milliseconds per decode step and per prompt, and their ratios. Needs weft[models].
 """
 

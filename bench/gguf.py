@@ -1,10 +1,10 @@
-"""Decode one sequence from GGUF files served packed, against llama.cpp.
+"""Compare decoding of one sequence from packed GGUF files with llama.cpp.
 
 python -m bench.gguf --threads 2 --json gguf.json
 
-The script makes the files from random blocks, with the shapes of qwen3-dense-s. Both engines are loaded, each
-in a process of its own, and take turns. The output is the minimum over rounds of the milliseconds per token.
-llama.cpp is the package xllamacpp; without the package Weft runs alone. For memory see
+The script makes the files from random blocks, with the shapes of qwen3-dense-s. Both engines are loaded in
+separate processes, and their rounds alternate. The output is the minimum over rounds of the milliseconds per
+token. llama.cpp is the package xllamacpp; without the package Weft runs alone. For memory see
 ``bench.packed_memory``.
 """
 
@@ -202,7 +202,7 @@ class Engine:
 
 
 def decode(folder: Path, kinds: list[str], threads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """ms a token by kind and engine."""
+    """Return milliseconds per token by kind and engine."""
     names = ["weft"]
     try:
         import xllamacpp  # noqa: F401
@@ -233,10 +233,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"tensor types: {', '.join(KINDS)}")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="a file for the numbers")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:

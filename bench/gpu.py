@@ -1,4 +1,4 @@
-"""Measure offline speed on one GPU, against the limits of the machine and against transformers.
+"""Measure offline speed on one GPU, beside the limits of the machine and beside transformers.
 
 python -m bench.gpu --model qwen3-dense-s --model llama-3-8b --transformers --json gpu.json
 
@@ -87,7 +87,7 @@ def prefill_flops(spec: ModelSpec, rows: int, prompt: int) -> int:
 
 
 def write_llama(folder: Path) -> Path:
-    """A folder with Llama-3-8B's config.json, to be loaded with random weights."""
+    """Write Llama-3-8B's config.json, for random weights, and return the folder."""
     (folder / "config.json").write_text(json.dumps(LLAMA_3_8B), encoding="utf-8")
     return folder
 
@@ -202,7 +202,8 @@ def decode_seconds(driver: Driver, rows: int, prompt: int, tokens: int, rounds: 
 
 
 def bench_weft(folder: Path, machine: dict[str, Any], args: argparse.Namespace, tick: Any) -> dict[str, Any]:
-    """Workloads, decode against memory, prompts against the matrix unit."""
+    """Return the results of Weft: workloads, decode beside memory bandwidth, prompts beside matrix
+    products."""
     began = time.perf_counter()
     settings = {"max_num_seqs": 64, "max_num_batched_tokens": args.max_num_batched_tokens}
     core = engine(str(folder), 0, **{**DUMMY, **settings, **dict(args.set)})
@@ -266,19 +267,21 @@ def setting(text: str) -> tuple[str, str]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--model", action="append", choices=MODELS, help="may be given twice; both by default")
-    made.add_argument("--rounds", type=int, default=3, help="times that each thing is measured")
+    made.add_argument("--model", action="append", choices=MODELS, help="may be repeated; default: all")
+    made.add_argument("--rounds", type=int, default=3, help="repetitions of each measurement")
     made.add_argument("--context", type=int, default=1024, help="prompt tokens of decoding rows")
-    made.add_argument("--tokens", type=int, default=128, help="decode steps that are measured")
+    made.add_argument("--tokens", type=int, default=128, help="measured decode steps")
     made.add_argument("--max-num-batched-tokens", type=int, default=8192, help="tokens in one step")
-    made.add_argument("--set", action="append", type=setting, default=[], help="an engine's NAME=VALUE")
+    made.add_argument(
+        "--set", action="append", type=setting, default=[], help="setting of the engine, NAME=VALUE"
+    )
     made.add_argument("--transformers", action="store_true", help="measure transformers too")
     made.add_argument("--json", type=Path, help="write everything to this file")
     return made
 
 
 def report(name: str, found: dict[str, Any]) -> None:
-    """A model's headline numbers, one line each."""
+    """Print the main figures of a model."""
     for who in ("weft", "transformers"):
         if who in found:
             results = found[who].get("workloads", found[who])
@@ -298,7 +301,7 @@ def title(found: dict[str, Any]) -> str:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The tables of a result."""
+    """Return the tables of a result."""
     ceiling = found["ceilings"]
     copied, multiplied = (
         ceiling[key] / 1e12 for key in ("copy_bytes_per_second", "product_flops_per_second")

@@ -1,4 +1,4 @@
-"""Measure one captured decode step of families beside Llama on one GPU: time, kernels per layer.
+"""Measure one captured decode step of other families than Llama on one GPU: time, kernels per layer.
 
 python -m bench.gpu_families --json families.json
 
@@ -185,7 +185,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16], help="batch sizes")
     parser.add_argument("--context", type=int, default=512, help="prompt tokens of each row")
     parser.add_argument("--steps", type=int, default=40, help="measured steps")
-    parser.add_argument("--set", action="append", type=setting, default=[], help="an engine's NAME=VALUE")
+    parser.add_argument(
+        "--set", action="append", type=setting, default=[], help="setting of the engine, NAME=VALUE"
+    )
     parser.add_argument("--json", type=Path, help="write everything to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -50,21 +50,21 @@ FP8_MAX = 448.0
 def dense(matrix: torch.Tensor) -> Callable[[], Call]:
     """Products by torch (cuBLAS)."""
 
-    def again() -> Call:
+    def make_copy() -> Call:
         weight = matrix.clone()
         return lambda x: torch.nn.functional.linear(x, weight)
 
-    return again
+    return make_copy
 
 
 def invariant(matrix: torch.Tensor) -> Callable[[], Call]:
     """Products of the deterministic mode: bits of a row do not depend on other rows."""
     from weft.ops.triton import matmul
 
-    def again() -> Call:
+    def make_copy() -> Call:
         return partial(_swapped, matmul.linear, matrix.clone())
 
-    return again
+    return make_copy
 
 
 def _swapped(linear: Any, weight: Any, x: torch.Tensor) -> object:
@@ -81,14 +81,14 @@ def packed(name: str, matrix: torch.Tensor, rows: bool = False) -> Callable[[], 
     assert pack is not None
     weight = pack(codes_on_gpu(matrix, name))
 
-    def again() -> Call:
+    def make_copy() -> Call:
         return partial(_swapped, linear, cloned(weight))
 
-    return again
+    return make_copy
 
 
 def cloned(weight: Any) -> Any:
-    """The packed matrix in other memory."""
+    """Return a copy of the packed matrix."""
     tensors = {
         field.name: getattr(weight, field.name).clone()
         for field in fields(weight)
@@ -98,7 +98,7 @@ def cloned(weight: Any) -> Any:
 
 
 def codes_on_gpu(matrix: torch.Tensor, name: str) -> Any:
-    """``matrix`` as codes, as of a checkpoint."""
+    """Return ``matrix`` as codes of a checkpoint."""
     from weft.ops.torch_ops import to_int8_codes
 
     if name == "int8":
@@ -113,7 +113,7 @@ def scaled_mm(rounded: bool, matrix: torch.Tensor) -> Callable[[], Call]:
     codes = (matrix / scale).to(FP8)
     scales = scale.t().contiguous()
 
-    def again() -> Call:
+    def make_copy() -> Call:
         weight = codes.clone().t()
         ones = torch.ones(max(ROWS), 1, device=matrix.device)
 
@@ -130,7 +130,7 @@ def scaled_mm(rounded: bool, matrix: torch.Tensor) -> Callable[[], Call]:
 
         return call
 
-    return again
+    return make_copy
 
 
 def fp8_by_name(matrix: torch.Tensor) -> Callable[[], Call]:
@@ -139,10 +139,10 @@ def fp8_by_name(matrix: torch.Tensor) -> Callable[[], Call]:
 
     weight = scaled.pack(matrix)
 
-    def again() -> Call:
+    def make_copy() -> Call:
         return partial(_swapped, scaled.linear, cloned(weight))
 
-    return again
+    return make_copy
 
 
 def humming(dtype: str, group: int, matrix: torch.Tensor) -> Callable[[], Call]:
@@ -166,7 +166,7 @@ def deep_gemm(matrix: torch.Tensor) -> Callable[[], Call]:
     scale = blocks.abs().amax((1, 3)).float() / FP8_MAX
     codes = (blocks / scale[:, None, :, None]).to(FP8).view(n, k)
 
-    def again() -> Call:
+    def make_copy() -> Call:
         weight = codes.clone()
 
         def call(x: torch.Tensor) -> object:
@@ -178,7 +178,7 @@ def deep_gemm(matrix: torch.Tensor) -> Callable[[], Call]:
 
         return call
 
-    return again
+    return make_copy
 
 
 COLUMNS: dict[str, Callable[[torch.Tensor], Callable[[], Call]]] = {
@@ -198,7 +198,7 @@ OURS = ("bfloat16", *PACKED)
 QUICK = ("bfloat16", *(column for name in PACKED for column in (name, f"{name} rows")))
 """Columns of --packed."""
 BATCHES = (2, 16, 17, 64, 128, 256)
-"""Rows of batches whose first row is compared with the row alone."""
+"""Batch sizes whose first row is compared with the row alone."""
 TILES = (
     (16, 64, 4, 4), (16, 64, 4, 6), (16, 128, 4, 3), (16, 128, 4, 4), (16, 128, 8, 4),
     (32, 64, 4, 4), (32, 128, 4, 3), (64, 64, 4, 3), (64, 128, 8, 3),
@@ -206,7 +206,7 @@ TILES = (
 )  # fmt: skip
 """Candidates of --forms: rows, outputs, warps, stages."""
 REPLAYS_S, FEWEST, MOST = 0.02, 3, 30
-"""Seconds of replays of one time; fewest and most replays."""
+"""Seconds of replays for one measurement; minimum and maximum replays."""
 
 
 def copies(n: int, k: int) -> int:
@@ -214,9 +214,9 @@ def copies(n: int, k: int) -> int:
 
 
 def microseconds(calls: list[Callable[[], object]]) -> float:
-    """Time of one call, with all ``calls`` one after the other in a graph."""
+    """Return the microseconds of one call, with all ``calls`` in sequence in one graph."""
     for call in calls:
-        call()  # The first launch compiles, so it stands before the capture.
+        call()  # the first launch compiles, and a capture cannot compile
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -238,18 +238,18 @@ def column(make: Callable[[torch.Tensor], Callable[[], Call]], counts: Sequence[
     """Microseconds of a layer's products, by the number of rows."""
     found: dict[str, float] = dict.fromkeys(map(str, counts), 0.0)
     for n, k in LAYER:
-        again = make(torch.randn(n, k, device="cuda").bfloat16())
-        calls = [again() for _ in range(copies(n, k))]
+        make_copy = make(torch.randn(n, k, device="cuda").bfloat16())
+        calls = [make_copy() for _ in range(copies(n, k))]
         for rows in counts:
             x = torch.randn(rows, k, device="cuda").bfloat16()
             found[str(rows)] += microseconds([partial(call, x) for call in calls])
-        del calls, again
+        del calls, make_copy
         torch.cuda.empty_cache()
     return found
 
 
 def bits(name: str) -> str:
-    """Sizes of batches in which a row has the bits that it has alone: by default, and invariant."""
+    """Return the batch sizes in which a row has the same bits as alone, by default and with ``invariant``."""
     from weft.ops.registry import choose
 
     n, k = LAYER[1]
@@ -282,7 +282,7 @@ def tiles(name: str, counts: Sequence[int], budget: float) -> Table:
             label = f"{rows}x{outputs}, {warps} warps, {stages} stages, {'many' if many else 'few'}"
             times = dict.fromkeys(map(str, counts), float("nan"))
             for count in counts:
-                # A tile of more rows than there are, or of far fewer, is not a candidate.
+                # Skip tiles with more rows than the batch, or with far fewer.
                 if not rows // 2 < max(count, 9) <= 4 * rows or time.monotonic() - began > budget:
                     continue
                 total = 0.0
@@ -296,7 +296,7 @@ def tiles(name: str, counts: Sequence[int], budget: float) -> Table:
 
 
 def copy_rate() -> float:
-    """Bytes per second of a copy, read and written."""
+    """Return the bytes per second of a copy, read and written."""
     import triton
 
     source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
@@ -330,7 +330,7 @@ def measure(
 
 
 def table(found: Table) -> str:
-    """The times, and how many times as fast as the first column."""
+    """Return the times and the speed-ups over the first column, as Markdown."""
     rows = []
     for count, plain in next(iter(found.values())).items():
         row: dict[str, Any] = {"rows": f"{int(count):,}"}
@@ -349,10 +349,10 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows of x")
     parser.add_argument(
-        "--packed", action="store_true", help="packed formats, both kernels; few numbers of rows"
+        "--packed", action="store_true", help="packed formats with both kernels, for few numbers of rows"
     )
-    parser.add_argument("--forms", choices=PACKED, help="times of the kernel for words by form of tiles")
-    parser.add_argument("--seconds", type=float, default=600.0, help="no column starts later")
+    parser.add_argument("--forms", choices=PACKED, help="time the kernel for words by tile size")
+    parser.add_argument("--seconds", type=float, default=600.0, help="seconds after which no column starts")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -37,12 +37,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Name of a setting -> its TokenParams."""
 BEHIND = 24
-"""Steps before the first measured one: prompts, captures, compiled kernels."""
+"""Steps before the first measured step: prompts, captures, compiled kernels."""
 PROFILED = 8
 CALLS = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
-"""First letters of the host's calls that start work of the GPU."""
+"""Prefixes of host calls that start GPU work."""
 KERNELS = 20
-"""Kernels listed in the JSON file, those with the most time first."""
+"""Number of kernels in the JSON file, by descending time."""
 
 
 class Steps:
@@ -129,7 +129,9 @@ def main() -> None:
     )
     parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each row")
     parser.add_argument("--steps", type=int, default=60, help="measured steps")
-    parser.add_argument("--set", action="append", type=setting, default=[], help="an engine's NAME=VALUE")
+    parser.add_argument(
+        "--set", action="append", type=setting, default=[], help="setting of the engine, NAME=VALUE"
+    )
     parser.add_argument("--json", type=Path, help="write everything to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -94,7 +94,7 @@ class Tally:
 
 
 def schemas(count: int) -> list[dict[str, Any]]:
-    """``count`` drawn by seed, and the fifty."""
+    """Return ``count`` schemas drawn by seed, and the fifty of ``functions``."""
     return [Drawn(seed).schema() for seed in range(count)] + functions()
 
 
@@ -179,7 +179,7 @@ def reason(error: WeftError) -> str:
 
 
 def _more(self: Any) -> bool:
-    """``many.more`` of hypothesis, which hypothesis-jsonschema 0.23 calls, and newer ones do not have."""
+    """Replace ``many.more``: hypothesis-jsonschema 0.23 calls it, and newer hypothesis has no such method."""
     if self._depth is None:
         self._depth = self.data.depth
     self._finish_element()
@@ -196,7 +196,7 @@ if not hasattr(many, "more"):
 
 
 def values_of(schema: dict[str, Any], seed: int, count: int) -> list[Any]:
-    """Return up to ``count`` values from hypothesis-jsonschema; an empty list for schemas it cannot read."""
+    """Return up to ``count`` values from hypothesis-jsonschema; [] for an unsupported schema."""
     found: list[Any] = []
 
     @hypothesis.seed(seed)
@@ -212,13 +212,13 @@ def values_of(schema: dict[str, Any], seed: int, count: int) -> list[Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             collect()
-    except Exception:  # unsatisfiable, or not supported: the library raises many kinds
+    except Exception:  # the library raises many types for unsatisfiable and unsupported schemas
         return found
     return found
 
 
 def spelling(value: Any, schema: Any) -> str:
-    """JSON text, with keys in the order in which the schema lists properties, and no exponents."""
+    """Return JSON text with keys in the order of the schema's properties, and without exponents."""
     order: dict[str, int] = {}
     for names in _listed(schema):
         for place, name in enumerate(names):
@@ -340,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The result as a page."""
+    """Return the result page."""
     titles = [
         "tokenizer", "backend", "taken", "refused", "mask p50 / p99 / max, µs", "compile p50 / p99 / max, ms",
         "walks ended", "texts near accepted", "wrongly accepted", "valid values",
@@ -350,8 +350,8 @@ def page(result: dict[str, Any]) -> str:
         "# Grammar backends: JSON schemas",
         "",
         f"{result['machine']}; `python -m bench.grammars`; {result['schemas']:,} schemas. Times: CPU time.",
-        "A walk draws tokens from the masks; texts near valid values are tried, too. What is accepted is",
-        "judged by jsonschema with exact decimals, formats checked.",
+        "A walk draws tokens from the masks; texts near valid values are tried, too. Accepted texts are",
+        "checked by jsonschema with exact decimals and formats.",
         "",
         "| " + " | ".join(titles) + " |",
         "|" + "---|" * len(titles),
@@ -370,7 +370,7 @@ def page(result: dict[str, Any]) -> str:
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += [
         "",
-        "What was refused, by reason (bundled tokenizer):",
+        "Refused schemas by reason (bundled tokenizer):",
         "",
         "| backend | reason | schemas |",
         "|---|---|---|",

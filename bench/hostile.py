@@ -1,4 +1,4 @@
-"""Attack a server on this machine for some seconds, as careless and hostile clients do, for ``bench.canary``.
+"""Send the traffic of careless and hostile clients to a server on this machine, for ``bench.canary``.
 
 python -m bench.hostile NAME http://127.0.0.1:8000 --seconds 10 [--scale 0.1]
 
@@ -41,7 +41,7 @@ class Target:
     key: str = ""
     """API key of the attacker."""
     streams: int = 64
-    """Number of streams that nobody reads: as many as the server has sequence slots."""
+    """Number of streams that are never read: the number of the server's sequence slots."""
 
     @property
     def until(self) -> float:
@@ -69,15 +69,16 @@ def key_header(target: Target) -> dict[str, str]:
 
 
 def at_once(target: Target, clients: int, send: Callable[[int], int]) -> list[int]:
-    """Statuses of ``send``, called by ``clients`` until the time is over, each time with a new number."""
+    """Call ``send`` in ``clients`` threads until the time is over, with a new number each. Return the
+    statuses."""
     numbers = itertools.count()
     with ThreadPoolExecutor(clients) as pool:
-        found = pool.map(lambda _: again(target, lambda: send(next(numbers))), range(clients))
+        found = pool.map(lambda _: repeatedly(target, lambda: send(next(numbers))), range(clients))
         return [status for statuses in found for status in statuses]
 
 
-def again(target: Target, send: Callable[[], int]) -> list[int]:
-    """Statuses of ``send``, called until the time is over."""
+def repeatedly(target: Target, send: Callable[[], int]) -> list[int]:
+    """Call ``send`` until the time is over. Return the statuses."""
     until, found = target.until, []
     while not found or time.monotonic() < until:
         found.append(send())
@@ -92,7 +93,7 @@ def bad_words(target: Target) -> list[int]:
     """A valid megabyte of bad words, for 256 prompts."""
     words = [f"{number:04d}" + "many words " * 90 for number in range(target.times(1024))]
     body = encoded(target, prompt=["a"] * 256, bad_words=words, max_tokens=1)
-    return again(target, lambda: post(target, COMPLETIONS, body))
+    return repeatedly(target, lambda: post(target, COMPLETIONS, body))
 
 
 def stops(target: Target) -> list[int]:
@@ -100,7 +101,7 @@ def stops(target: Target) -> list[int]:
     texts = ["a" * 1000 + chr(ord("a") + number) for number in range(16)]
     fields = {"max_tokens": 16, "ignore_eos": True, "temperature": 1}
     body = encoded(target, prompt=[WORDS] * 8, n=target.times(128), stop=texts, **fields)
-    return again(target, lambda: post(target, COMPLETIONS, body))
+    return repeatedly(target, lambda: post(target, COMPLETIONS, body))
 
 
 def long_prompts(target: Target) -> list[int]:
@@ -116,7 +117,7 @@ def nested(target: Target) -> list[int]:
     deep = b'{"model":"x","messages":' + b"[" * depth + b"]" * depth + b"}"
     wide = b'{"model":"x","messages":[' + b"[]," * (2 * depth) + b"1]}"
     keys = b'{"model":"x",' + b",".join(b'"%d":[[]]' % number for number in range(depth // 2)) + b"}"
-    return again(target, lambda: max(post(target, CHAT, body) for body in (deep, wide, keys)))
+    return repeatedly(target, lambda: max(post(target, CHAT, body) for body in (deep, wide, keys)))
 
 
 def chunks(target: Target) -> list[int]:
@@ -133,7 +134,7 @@ def chunks(target: Target) -> list[int]:
             return status_of(link)
         return 0
 
-    return again(target, send)
+    return repeatedly(target, send)
 
 
 def idle_uploads(target: Target) -> list[int]:
@@ -152,7 +153,7 @@ def idle_uploads(target: Target) -> list[int]:
 
 
 def never_read(target: Target) -> list[int]:
-    """As many long streams as the server has slots, none of which is read."""
+    """Open long streams for all slots of the server, and read none of them."""
     body = encoded(
         target,
         messages=[{"role": "user", "content": "Tell me all."}],
@@ -181,14 +182,14 @@ def echo_logprobs(target: Target) -> list[int]:
         one = encoded(target, prompt=[text] * target.times(64), stream=True, **{**fields, "n": 1})
         return max(whole, post(target, COMPLETIONS, one))
 
-    return again(target, send)
+    return repeatedly(target, send)
 
 
 # ---- grammars: sizes are not scaled, because the size is the attack
 
 
 def grammar(target: Target, **fields: Any) -> bytes:
-    """A request for one token, or as many as ``fields`` say, under a grammar."""
+    """Return a request under a grammar, for one token or as ``fields`` set."""
     messages = [{"role": "user", "content": "Hi"}]
     return encoded(target, **{"messages": messages, "max_tokens": 1, **fields})
 
@@ -211,8 +212,7 @@ def endless_grammars(target: Target) -> list[int]:
 
 def large_grammars(target: Target) -> list[int]:
     """Run eight clients with distinct ``multipleOf`` schemas: the largest accepted divisors, and larger
-    ones.
-    """
+    divisors."""
 
     def send(number: int) -> int:
         divisor = 98_993 - number if number % 2 else 29_989 - number
@@ -222,7 +222,7 @@ def large_grammars(target: Target) -> list[int]:
 
 
 SHARED_PATTERN = "([a-z]|[a-z][a-z])*a[a-z]{40}c{3}"
-"""A grammar of which the canary uses the same one."""
+"""A grammar that the canary uses, too."""
 
 
 def spent_grammars(target: Target) -> list[int]:
@@ -236,7 +236,7 @@ def spent_grammars(target: Target) -> list[int]:
 
 
 def exclusive_grammars(target: Target) -> list[int]:
-    """Eight clients with ``oneOf`` of 199 lists of values, each another one, in small and large bodies."""
+    """Run eight clients with distinct ``oneOf`` of 199 lists of values, in small and large bodies."""
 
     def send(number: int) -> int:
         count = 12 if number % 2 else 60
@@ -310,7 +310,7 @@ def png_flood(target: Target) -> list[int]:
 
 
 def jpeg_scans(target: Target) -> list[int]:
-    """Eight clients with a JPEG of as many scans as are taken, and one of thousands."""
+    """Run eight clients with a JPEG of the maximum number of scans, and a JPEG of thousands of scans."""
     file = image_file(2048, "RGB", "JPEG", progressive=True)
     scan = file[file.rindex(b"\xff\xda") : -2]
     bodies = [image_request(target, [file[:-2] + n * scan + file[-2:]], "jpeg") for n in (90, 3000)]
@@ -333,7 +333,8 @@ def film(side: int, frames: int) -> bytes:
 
 
 def video_flood(target: Target) -> list[int]:
-    """16 clients with videos of 120 frames of 2048 x 2048. Models without videos refuse them at once."""
+    """16 clients with videos of 120 frames of 2048 x 2048. Models without videos refuse the requests at
+    once."""
     url = f"data:video/mp4;base64,{base64.b64encode(film(2048, 120)).decode()}"
     content = [{"type": "video_url", "video_url": {"url": url}}]
     body = encoded(target, messages=[{"role": "user", "content": content}], max_tokens=1)
@@ -341,7 +342,7 @@ def video_flood(target: Target) -> list[int]:
 
 
 IMAGE_ATTACKS = {"png_flood": png_flood, "jpeg_scans": jpeg_scans, "video_flood": video_flood}
-"""Attacks on a model with image input. Other models refuse them at once."""
+"""Attacks on a model with image input. Other models refuse the requests at once."""
 ATTACKS: dict[str, Callable[[Target], list[int]]] = {
     "bad_words": bad_words,
     "stops": stops,

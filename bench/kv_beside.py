@@ -3,9 +3,9 @@
     python -m bench.kv_beside [--json bench/results/kv-beside-mine.json] [--prompts 8] [--tokens 2048]
 
 One engine computes the prompts of all rounds and stores the blocks. A second engine makes one stream of
-tokens per round and row: alone; beside prompts that load from the disk; beside the same prompts once more,
-which are hits in memory. Prompts arrive one after the other, at equal distances in tokens of the stream. All
-prompts compute their last block, so the cost of the loads is the difference between the last two rows.
+tokens per round and row: alone; beside prompts that load from disk; beside the same prompts as hits in
+memory. Prompts arrive at equal distances in tokens of the stream. All prompts compute their last block, so
+the cost of the loads is the difference between the last two rows.
 """
 
 from __future__ import annotations

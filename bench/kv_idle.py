@@ -3,9 +3,9 @@
     python -m bench.kv_idle [--json bench/results/kv-idle-mine.json] [--rounds 12] [--prompts 12]
 
 Three engines are loaded together: without a tier, with ``--kv-store reused`` and with ``--kv-store all``. The
-engines take turns in each round, and compute the same prompts of random tokens. No prompt repeats, so no tier
-can help. CPU seconds are those of the engine's process and its children, until a second after the last token:
-the writes of a turn are a part of its cost.
+engines compute the same prompts of random tokens, one after another in each round. No prompt repeats, so no
+tier can help. The CPU seconds of an engine's process and its children count until a second after the last
+token, so that the writes are included.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTLE_S = 1.0
 """Seconds after the last token in which an engine writes its blocks."""
 DEADLINE_S = 600.0
 WARM_ROUNDS = 2
-"""Rounds that are not counted: first uses of memory cost CPU time."""
+"""Uncounted rounds: first uses of memory cost CPU time."""
 
 Prompts = Sequence[list[int]]
 

@@ -1,12 +1,12 @@
-"""Measure a conversation that goes on after a restart: blocks loaded from disk, against computing the prompt.
+"""Measure a conversation that continues after a restart, with blocks from disk and with a computed prompt.
 
     python -m bench.kv_restart [--tokens 8192] [--checkpoint qwen3-dense-s] [--threads 1] [--idle 0]
 
 One engine computes a prompt of random ids and stores the blocks. A second engine loads the blocks past the
 page cache, ``--idle`` seconds after its start: an idle engine prepares memory for loads. Both make one token,
 and the tokens must be equal. The time of the disk alone is a read of the same files in pieces of 4 MiB with
-O_DIRECT. The same prompt once more is a hit in memory: its time is that of the last chunk, which no load
-saves.
+O_DIRECT. The same prompt again is a hit in memory. Its time is the time of the last chunk, which is always
+computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Share an engine and requests of random ids between the scripts that drive an engine step by step."""
+"""An engine and requests of random ids, for scripts that drive an engine step by step."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def request(number: int, prompt: int, tokens: int, vocabulary: int, rng: random.
 def model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds --model, --threads and --seed."""
     parser.add_argument("--model", default="spool-text", help="bundled name, folder or hub name")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves it to torch")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and of the order of things")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 for torch's default")
+    parser.add_argument("--seed", type=int, default=0, help="seed of prompts and of the order")

@@ -4,7 +4,7 @@ python -m bench.long --threads 2 --json bench/results/long-mine.json
 python -m bench.long --models qwen3-dense-s --depths 8192,32768
 
 A real engine with random weights runs one sequence at a time, in bf16, with chunks of 512 tokens. Each model
-has a process of its own. **The positions below a depth are not computed.** The engine plans and commits every
+has a separate process. **The positions below a depth are not computed.** The engine plans and commits every
 chunk of the prompt below the depth, but does not call the model, and the caches hold random numbers from the
 start. From the depth on everything is computed: ``--chunks`` chunks of the prompt, then ``--tokens`` decode
 steps. ``--whole N`` also computes a prompt of N tokens from its first token, as a check of the sum of chunks.
@@ -243,7 +243,7 @@ def share(row: dict[str, Any], kind: str) -> str:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Both tables in Markdown."""
+    """Return both tables as Markdown."""
     rows = [
         {
             "model": row["model"],
@@ -288,7 +288,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def apart(name: str) -> dict[str, Any]:
-    """Run ``one`` in a process of its own with the same arguments. Return its result."""
+    """Run ``one`` in a separate process with the same arguments. Return the result."""
     began = time.monotonic()
     command = [sys.executable, "-m", "bench.long", *sys.argv[1:], "--one", name]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1800).stdout
@@ -302,14 +302,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = (*(name for name in RECIPES if name != "qwen3vl-s"), *SPARSE)
-    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(known)}")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"names of models: {', '.join(known)}")
     parser.add_argument("--depths", default="8192,32768,131072", help="positions, multiples of 512")
     parser.add_argument("--chunks", type=int, default=2, help="chunks computed at each depth")
-    parser.add_argument("--tokens", type=int, default=24, help="tokens decoded behind them")
-    parser.add_argument("--whole", type=int, default=0, help="also a prompt of so many tokens, all computed")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens decoded after the chunks")
+    parser.add_argument(
+        "--whole", type=int, default=0, help="also compute a whole prompt of this many tokens"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--turns", type=int, default=20, help="of measuring bandwidth and matrix products")
-    parser.add_argument("--json", type=Path, help="a file for the numbers; a .md and a .png are beside it")
+    parser.add_argument("--turns", type=int, default=20, help="repetitions of bandwidth and matrix products")
+    parser.add_argument("--json", type=Path, help="file for the figures, with a .md and a .png beside")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.depths = [int(depth) for depth in args.depths.split(",")]

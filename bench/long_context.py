@@ -1,4 +1,4 @@
-"""Measure attention of one layer at long contexts, as a share of what the machine could do.
+"""Measure attention of one layer at long contexts, as a share of the machine's limit.
 
 python -m bench.long_context --json bench/results/long-context-mine.json --before OLD/libweft_cpu.so
 
@@ -42,7 +42,7 @@ CHUNK = 64
 PAUSE = 0.05
 """Seconds before a measurement. The threads of another process's last operation spin for a while."""
 WAIT = 300.0
-"""Most seconds that a worker takes for an answer."""
+"""Maximum seconds for an answer of a worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ def sparse(case: Case, context: int, rows: int) -> list[Part]:
 
 
 def _repeated(some: Tensor, blocks: int) -> Tensor:
-    """Return ``blocks`` blocks with the contents of ``some`` blocks, again and again."""
+    """Return ``blocks`` blocks that repeat the contents of ``some``."""
     made = torch.empty(blocks, *some.shape[1:], dtype=some.dtype)
     for part in made.split(len(some)):
         part.copy_(some[: len(part)])
@@ -295,15 +295,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    cases = "parts of the names of cases, with semicolons"
+    cases = "parts of case names, separated by semicolons"
     parser.add_argument("--cases", default=";".join(CASES), help=cases)
     parser.add_argument("--contexts", default="8192,32768,131072", help="positions, with commas")
     parser.add_argument("--rows", default="1,4", help="numbers of sequences of decode cases")
-    parser.add_argument("--before", type=Path, help="a library of earlier sources, to compare with")
+    parser.add_argument("--before", type=Path, help="library of earlier sources, for comparison")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.1, help="of each part of a case in a round")
+    parser.add_argument(
+        "--seconds", type=float, default=0.1, help="seconds of each part of a case in a round"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="a file for the numbers; a .md is beside it")
+    parser.add_argument("--json", type=Path, help="file for the figures, with a .md beside")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

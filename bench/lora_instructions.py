@@ -1,4 +1,4 @@
-"""Instructions of decode steps without an adapter row: an engine with loaded adapters beside one without.
+"""Count instructions of decode steps without adapter rows, by engines with and without loaded adapters.
 
     python -m bench.lora_instructions --rows 1 8 64 --dtype bfloat16
 
@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace) -> None:
         core = make_core(options.base, options, own)
         for rows in options.rows:
             count(core, rows, options.steps, marks, f"{name} {rows}")
-        if own:  # base rows again, after rows with an adapter have ended
+        if own:  # base rows, after rows with an adapter have ended
             submit(core, 1, 1, next(iter(core.adapters.digests.values())))
             while core.has_work():
                 core.step()
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", default="none")
     parser.add_argument(
-        "--layers", type=int, help="first layers only: faster, and a larger share of the rest"
+        "--layers", type=int, help="only the first layers: faster, with a larger share of other work"
     )
     parser.add_argument("--operators", action="store_true", help="only the operators of a layer that differ")
     parser.add_argument("--steps", type=int, default=4)

@@ -1,11 +1,11 @@
-"""CPU time of decode and prefill under LoRA adapters, beside an engine without places for adapters.
+"""Measure CPU time of decode and prefill with LoRA adapters, and of an engine without places for adapters.
 
     python -m bench.loras --rows 1 8 64 --adapters 1 8 64 --dtype bfloat16
 
 All variants run in one process with one thread, interleaved. The clock counts the CPU time of the process.
 Random weights and random adapters of every linear layer: no token matters. Prints one line per variant with
-the time of one decode step, or of a prompt's token, and the ratio to the engine without places;
-for decode also the ratio that the bytes of the adapters beside the bytes of the model explain.
+the time of a decode step or of a prompt token, and the ratio to the engine without places. For decode, also
+the ratio of bytes: (model + adapters) / model.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def cpu(cpuinfo: str) -> dict[str, Any]:
 
 
 def memory_bytes(meminfo: str) -> int:
-    """Bytes of memory, from the text of /proc/meminfo."""
+    """Return the bytes of memory from the text of /proc/meminfo."""
     for line in meminfo.splitlines():
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
@@ -40,7 +40,7 @@ def memory_bytes(meminfo: str) -> int:
 
 
 def cpuinfo() -> str:
-    """The text of /proc/cpuinfo; empty where there is none."""
+    """Return the text of /proc/cpuinfo; "" without the file."""
     return _read("/proc/cpuinfo")
 
 

@@ -1,4 +1,4 @@
-"""Cores of Mamba2 (C++ beside torch) and of short convolutions (torch) on the CPU, in one run.
+"""Time the cores of Mamba2 (C++ and torch) and of short convolutions (torch) on the CPU.
 
 python -m bench.mixers [--dtype bfloat16] [--threads 1] [--repeat 7]
 

@@ -96,7 +96,7 @@ def run(core: EngineCore, policy: OverlapPolicy, size: int, args: argparse.Names
 
 
 def of_one_delay(core: EngineCore, args: argparse.Namespace) -> dict[int, dict[str, list[Run]]]:
-    """By concurrency and mode one run of each round."""
+    """Return concurrency -> mode -> one run per round."""
     found: dict[int, dict[str, list[Run]]] = {size: {mode: [] for mode in MODES} for size in args.concurrency}
     learnt, base = {size: OverlapPolicy("auto") for size in args.concurrency}, 0
     for turn in range(args.rounds + args.warm):
@@ -118,7 +118,7 @@ def median(values: list[float]) -> float:
 
 
 def lines(delay: float, found: dict[int, dict[str, list[Run]]]) -> list[str]:
-    """Rows of the table."""
+    """Return the rows of the table."""
     made = []
     for size, by_mode in found.items():
         off = by_mode["off"]
@@ -145,7 +145,7 @@ HEADER = [
 
 
 def folder_of(shape: str, root: Path) -> str:
-    """A model folder of ``shape``: for random weights."""
+    """Write a model folder of ``shape``, for random weights, and return the path."""
     folder = root / shape
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**COMMON, **SHAPES[shape]}))
@@ -161,9 +161,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 1.0, 5.0], help="milliseconds")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=16, help="output tokens of each request")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--warm", type=int, default=2, help="rounds that are not counted")
+    parser.add_argument("--warm", type=int, default=2, help="uncounted rounds")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     return parser.parse_args()

@@ -1,9 +1,9 @@
-"""Measure the peak memory of checkpoints of 8 and 4 bits against their size on disk.
+"""Measure the peak memory of checkpoints of 8 and 4 bits relative to their size on disk.
 
 python -m bench.packed_memory --json bench/results/packed-memory-mine.json
 python -m bench.packed_memory --cases "dense GGUF Q4_K_M,dense AWQ"
 
-A real engine in a process of its own loads a model of about 650 M parameters, fills its caches and answers a
+A real engine in a separate process loads a model of about 650 M parameters, fills its caches and answers a
 prompt of 256 tokens with 8 tokens. The script makes the checkpoints, in every supported format. The baseline
 is the process after the same work with a tiny model of the same format: torch, libraries and threads. The
 baseline is subtracted.
@@ -89,7 +89,7 @@ def use(path: str, quantization: str, threads: int) -> tuple[int, int]:
 
 
 KEPT: list[Any] = []
-"""Keeps the engine alive until the process has reported its memory."""
+"""Reference that keeps the engine alive until the process has reported its memory."""
 
 
 def load(small: str, path: str, quantization: str, threads: int) -> None:
@@ -111,7 +111,7 @@ def load(small: str, path: str, quantization: str, threads: int) -> None:
 
 
 class Watch:
-    """Looks at a process's two kinds of resident memory."""
+    """Samples anonymous memory and file pages of a process."""
 
     def __init__(self, pid: int) -> None:
         self._path = Path(f"/proc/{pid}/status")
@@ -167,7 +167,7 @@ def measure(case: str, threads: int) -> dict[str, Any]:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """The page's table, in MB."""
+    """Return the table of the page, in MB."""
     rows = []
     for one in found:
         caches = one["caches"]
@@ -194,10 +194,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", default="", help=f"some of {'; '.join(CASES)}, with ; between them")
+    parser.add_argument("--cases", default="", help=f"names separated by ;, from {'; '.join(CASES)}")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="a file for the numbers; a .md is beside it")
-    parser.add_argument("--keep", action="store_true", help="keep the cases that the file of --json has")
+    parser.add_argument("--json", type=Path, help="file for the figures, with a .md beside")
+    parser.add_argument("--keep", action="store_true", help="keep the cases that are in the file of --json")
     parser.add_argument("--load", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.load:

@@ -50,15 +50,15 @@ def messages(urls: Iterable[str], text: str = "") -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def photographs(asked: str, prompts: int, quality: int) -> list[list[str]]:
-    """Return photographs for each of ``prompts`` prompts. ``asked`` is a list such as
+def photographs(sizes: str, prompts: int, quality: int) -> list[list[str]]:
+    """Return photographs for each of ``prompts`` prompts. ``sizes`` is a list such as
     ``5x1920x1080,2x3840x2160``.
 
     Each prompt has the given number of images of each size, drawn from twice as many, so prompts rarely have
     the same images in the same order. The images are smooth and the files small.
     """
     shown: list[list[str]] = [[] for _ in range(prompts)]
-    for part in asked.split(","):
+    for part in sizes.split(","):
         count, width, height = map(int, part.split("x"))
         seeds = range(1000 * width, 1000 * width + 2 * count)
         made = [picture(seed, (width, height), 192, quality, optimize=True) for seed in seeds]

@@ -1,4 +1,4 @@
-"""Measure the speed limits of reads from another process, with digests and without a transport.
+"""Measure the speed of reads from another process with digests, as the limit of transports.
 
     python -m bench.read_bound [--megabytes 64] [--rounds 9]
 
@@ -45,7 +45,7 @@ class _Vector(ctypes.Structure):
 
 
 def other(pipe: Connection, nbytes: int) -> None:
-    """Hold private memory in huge pages and mapped memory until a message comes."""
+    """Keep private memory in huge pages, and mapped memory, until a message arrives."""
     private, shared = huge_memory(nbytes), SharedMemory(nbytes)
     for memory in (private, shared.tensor):
         memory.fill_(7)

@@ -24,7 +24,7 @@ def command(module: str) -> str:
 
 
 def of_any_machine(text: str) -> str:
-    """``text`` with the home folder as ~ and paths of the repository from there."""
+    """Return ``text`` with the home folder as ~, and with relative paths for the repository."""
     return text.replace(f"{ROOT}/", "").replace(f"{Path.home()}/", "~/")
 
 
@@ -52,7 +52,7 @@ def write(path: Path, module: str, title: str, table: str, numbers: dict[str, An
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Rows with the same keys as a table."""
+    """Return rows with equal keys as a Markdown table."""
     names = list(rows[0])
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     lines += [f"| {' | '.join('-' if v is None else str(v) for v in row.values())} |" for row in rows]

@@ -1,4 +1,5 @@
-"""Workloads W1 to W3: every engine loaded, then rounds of one turn each, in which the others stand still."""
+"""Workloads W1 to W3: load every engine, then run interleaved rounds. Engines are stopped between their
+turns."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ class Deadlines:
 
 
 def say(text: str) -> None:
-    """Progress, on stderr with the time of day."""
+    """Print progress on stderr with the time of day."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def value_of(workload: Workload, seconds: float) -> float:
-    """The workload's measure: tokens a second, or milliseconds a token."""
+    """Return the measure of the workload: tokens per second, or milliseconds per token."""
     if workload.measure == "token_seconds":
         return 1000 * seconds / (workload.requests * workload.output_tokens)
     tokens = workload.prompt_tokens if workload.measure == "prompt_rate" else workload.output_tokens
@@ -39,7 +40,7 @@ def value_of(workload: Workload, seconds: float) -> float:
 
 
 def turns(names: Sequence[str], number: int) -> list[str]:
-    """The order of a round: each begins with another engine."""
+    """Return the order of a round. Each round begins with another engine."""
     shift = number % max(len(names), 1)
     return [*names[shift:], *names[:shift]]
 
@@ -78,7 +79,7 @@ class Session:
         self._stack.close()
 
     def rounds(self, workloads: Sequence[Workload], count: int) -> None:
-        """A warm-up of every engine and workload, then ``count`` rounds."""
+        """Run a warm-up of every engine and workload, then ``count`` rounds."""
         for number in range(count + 1):
             for workload in workloads:
                 for name in turns(list(self._drivers), number):
@@ -92,7 +93,7 @@ class Session:
                     )
 
     def determinism(self, workload: Workload, output_tokens: int) -> None:
-        """Greedy tokens of two identical runs, and of 16 requests together against one at a time."""
+        """Compare greedy tokens of two identical runs, and of 16 requests together and one at a time."""
         asked = prompts(workload, 0, self._vocabulary)
         for name in list(self._drivers):
             self._attempt(

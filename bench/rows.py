@@ -29,20 +29,21 @@ ENVIRONMENTS = {
 #: Suffixes of row names with quantized weights, as in ``weft-int8``.
 BITS = ("int8", "int4")
 ROUNDED = {"int8": "w8a8", "int4": "w4a8"}
-"""Weft with activations in 8 bits as well, beside peers with as many bits: llama.cpp, OpenVINO and vLLM's
-int8 round activations by default."""
+"""Rows of Weft with activations of 8 bits. llama.cpp, OpenVINO and vLLM's int8 also round activations."""
 #: Engines with quantized rows.
 QUANTIZED = ("weft", "vllm", "vllm-zen", "llamacpp", "openvino")
 
 
 def default(cpuinfo: str) -> tuple[str, ...]:
-    """Rows without ``--engines``, from the text of /proc/cpuinfo: AMD's kernels for vLLM on AMD's CPUs."""
+    """Return the default of ``--engines`` from the text of /proc/cpuinfo. AMD CPUs get vLLM with AMD's
+    kernels."""
     zen = ("vllm-zen",) if "AuthenticAMD" in cpuinfo and "avx512f" in cpuinfo else ()
     return ("weft", "vllm", *zen, "transformers", "transformers-continuous", "llamacpp", "openvino")
 
 
 def parted(name: str) -> tuple[str, str]:
-    """``llamacpp-int8`` is ``("llamacpp", "int8")``; a row in the model's own dtype has an empty second."""
+    """Return (engine, bits): ``("llamacpp", "int8")`` for ``llamacpp-int8``. Bits are "" for the model's
+    dtype."""
     base, _, bits = name.rpartition("-")
     known = (bits in BITS and base in QUANTIZED) or (base == "weft" and bits in ROUNDED.values())
     return (base, bits) if known else (name, "")
@@ -77,7 +78,7 @@ class Row:
     args: Mapping[str, Any] = field(default_factory=dict)
     """The ``args`` of the driver's load message."""
     server: tuple[str, ...] | None = None
-    """Command line of the server on port {port}, or None where the engine has none worth comparing."""
+    """Command line of the server on port {port}; None for an engine without a comparable server."""
     model: Path | None = None
     """A converted checkpoint, or None for the setting's checkpoint."""
 
@@ -95,7 +96,7 @@ class Row:
 
 
 def keywords(arguments: Sequence[str]) -> dict[str, Any]:
-    """Flags of ``weft serve`` as keywords of ``LLM``: ``--a-b 1 --no-c`` is ``{"a_b": "1", "c": False}``."""
+    """Return flags of ``weft serve`` as keywords of ``LLM``: {"a_b": "1", "c": False} for --a-b 1 --no-c."""
     found: dict[str, Any] = {}
     words = list(arguments)
     while words:
@@ -128,12 +129,12 @@ def weft(name: str, arguments: str, setting: Setting) -> Row:
         source = Path(*words[index + 1 : index + 2]).resolve()
         del words[index : index + 2]
         if not (source / "weft").is_dir():
-            raise Missing(f"--tree {source} is no working tree of Weft")
+            raise Missing(f"--tree {source} is not a working tree of Weft")
     serve = (
         *(sys.executable, "-m", "weft", "serve", str(setting.model), "--port", "{port}"),
         *("--dtype", setting.dtype, "--threads", str(setting.threads)),
         *("--max-model-len", str(setting.max_len), "--max-num-seqs", str(setting.max_seqs)),
-        # Peers' turns stop the engine; the API server must not take the silence for a dead engine.
+        # Turns of peers suspend the engine. The API server must not count the engine as dead.
         *("--engine-timeout", "86400", "--no-enable-prefix-caching", *words),
     )
     driver = (sys.executable, str(PEERS / "drive_weft.py"))

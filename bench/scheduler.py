@@ -1,10 +1,10 @@
-"""Measure the control of a step: plan, commit and message encoding, without a model.
+"""Measure the scheduling cost of a step without a model: plan, commit and message encoding.
 
 python -m bench.scheduler --json scheduler.json
 
 A stub runner answers every plan with random tokens, so the timing covers the scheduler alone, used as the
-engine uses it: two plans in flight, prefix caching on, blocks of 64. Times are milliseconds of CPU time.
-Nothing waits, so on an idle machine CPU time equals wall time, and a busy machine disturbs CPU time less.
+engine does: two plans in flight, prefix caching on, blocks of 64. Times are milliseconds of CPU time. On an
+idle machine CPU time equals wall time. A busy machine disturbs CPU time less.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Load:
     """The latest plan."""
 
     def turn(self) -> tuple[list[TokenEvent], float, float]:
-        """(events, ms of plan, ms of commit)."""
+        """Run one turn. Return (events, milliseconds of plan, milliseconds of commit)."""
         self.plan, planning = clocked(lambda: self.scheduler.plan(0.0))
         if self.plan is not None:
             self.in_flight.append((self.plan, answer(self.plan, self.rng, self.stop_rate)))
@@ -103,7 +103,7 @@ class Load:
 
 
 def submits(rng: random.Random, prompts: tuple[int, int], outputs: tuple[int, int]) -> Iterator[Submit]:
-    """Sequences without end, of random ids and lengths within the bounds."""
+    """Yield Submits without end, of random ids and lengths within the bounds."""
     number = 0
     while True:
         ids = np.frombuffer(rng.randbytes(4 * rng.randint(*prompts)), np.uint32) % VOCAB
@@ -155,7 +155,8 @@ def boundary(crossings: int) -> Times:
 
 
 def admission(prompts: int, length: int) -> dict[str, float]:
-    """ms for all of ``prompts`` prompts: taken in; planned and committed until prefilled; again, cached."""
+    """Return milliseconds for ``prompts`` prompts: adding, prefill, and prefill of the same prompts from
+    cache."""
     load = Load(make_scheduler(16 * SEQUENCES))
     arriving = submits(random.Random(3), (length, length), (1, 1))
     made: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""A folder for the files of one measurement."""
+"""A temporary folder for the files of one measurement."""
 
 from __future__ import annotations
 

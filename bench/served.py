@@ -1,4 +1,4 @@
-"""Workload W4: every engine's own HTTP server, under the same load generator, in interleaved rounds."""
+"""Workload W4: the HTTP server of every engine with the same load generator, in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Server(ServerProcess):
         """Continue the server, so that it can shut down normally."""
         self._signal(signal.SIGCONT)
 
-    def _signal(self, what: signal.Signals) -> None:
+    def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.poll() is None:
-            signal_tree(self._process.pid, what)
+            signal_tree(self._process.pid, number)
 
 
 class Serving:
-    """Run servers that are up together, each with its own record."""
+    """Run servers side by side, each with its own record."""
 
     def __init__(self, rows: Sequence[Row], setting: Setting, deadlines: Deadlines, logs: Path) -> None:
         self._rows = [row for row in rows if row.server is not None]

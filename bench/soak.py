@@ -47,7 +47,7 @@ WHOLE_S = 180.0
 IDLE_S = 90.0
 """Maximum seconds after the last request until all pools are free."""
 ANSWER_S = 240.0
-"""Maximum seconds for one request, whatever happens."""
+"""Maximum seconds for one request."""
 
 
 def bodies(images: bool = False) -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ class Soak:
         every: float,
         images: bool = False,
     ) -> None:
-        """``every``: seconds between two kills, about. ``images``: whether requests have some."""
+        """``every``: approximate seconds between two kills. ``images``: True for requests with images."""
         self._server, self._requests, self._clients, self._every = server, requests, clients, every
         self._seed, self._rng = seed, random.Random(seed)
         self._killed = asyncio.Event()
@@ -233,7 +233,7 @@ class Soak:
         return self._server.pid
 
     async def _until_whole(self, http: httpx.AsyncClient) -> None:
-        """Raises RuntimeError."""
+        """Wait until all groups are up. Raise RuntimeError after the limit."""
         until = time.monotonic() + WHOLE_S
         while time.monotonic() < until:
             text = (await http.get("/metrics")).text
@@ -241,7 +241,7 @@ class Soak:
             if sum(map(float, up)) == HEADS and (await http.get("/ready")).status_code == 200:
                 return
             await asyncio.sleep(0.3)
-        raise RuntimeError(f"the server did not become whole: {processes(self._root)}")
+        raise RuntimeError(f"the server did not recover: {processes(self._root)}")
 
     async def _until_free(self, http: httpx.AsyncClient, free: dict[str, float]) -> None:
         until = time.monotonic() + IDLE_S
@@ -287,10 +287,12 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--every", type=float, default=4.0, help="seconds between two kills, about")
+    parser.add_argument("--every", type=float, default=4.0, help="approximate seconds between two kills")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--images", action="store_true", help="requests have images, and groups encode these")
-    parser.add_argument("--log", help="of the server; not kept by default")
+    parser.add_argument(
+        "--images", action="store_true", help="requests with images, and groups that encode images"
+    )
+    parser.add_argument("--log", help="file for the server's log; default: none")
     args = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Compare sparse attention of the CPU extension with the torch form, in one run, over contexts.
+"""Compare sparse attention of the CPU extension and of torch, by context.
 
 python -m bench.sparse [--json FILE] [--repeat N] [--contexts 8192,32768]
 
@@ -40,7 +40,7 @@ VALUES = 512
 
 
 class Work:
-    """``count`` tokens at the end of a context of so many positions, for each of ``rows`` sequences."""
+    """``count`` tokens at the end of ``context`` positions, for each of ``rows`` sequences."""
 
     def __init__(self, reads: Reads, context: int, count: int, rows: int = 1) -> None:
         torch.manual_seed(0)
@@ -92,7 +92,7 @@ class Work:
 
 
 def measure(name: str, context: int, count: int, repeat: int) -> dict[str, Any]:
-    """Minima of ``repeat`` interleaved runs of each."""
+    """Return the minima of ``repeat`` interleaved runs."""
     work = Work(MODELS[name], context, count)
     ours, torchs = CpuSparse(), TorchSparse()
     times = [(work.seconds(ours), work.seconds(torchs)) for _ in range(repeat)]
@@ -115,7 +115,7 @@ def measure(name: str, context: int, count: int, repeat: int) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """In Markdown; the form in torch in brackets."""
+    """Return the table as Markdown, with torch's times in brackets."""
     return record.markdown(
         [
             {
@@ -135,7 +135,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="a file for the numbers; a .md is beside it")
+    parser.add_argument("--json", type=Path, help="file for the figures, with a .md beside")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--contexts", default="2048,8192,32768,131072", help="positions, with commas")

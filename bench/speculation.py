@@ -1,14 +1,14 @@
-"""Measure the gain of speculation: output tokens per second by number of drafts, acceptance, cost of a step.
+"""Measure speculation: output tokens per second by number of drafts, acceptance, and cost of a step.
 
 python -m bench.speculation --model spool-mla --json speculation.json
 python -m bench.speculation --model qwen3-dense-s --load-format dummy --method ngram --random-prompts 64 \\
     --ignore-eos --dtype float32 --threads 1 --temperature 1
 
-Each number of drafts has an engine. All engines are loaded at once, and rounds are interleaved, so a slow
-machine slows all of them. A round answers the same questions greedily, one batch at a time. The cost of a
-step is the median time of steps that only decode the whole batch, drafting included. The possible gain is (1
-+ accepted drafts per step) / (step time relative to a step without drafts). "share" is the achieved part of
-the possible gain, in tokens per second after the prompts.
+Each number of drafts has an engine. All engines are loaded at once, and rounds are interleaved, so that a
+slow phase of the machine affects all engines. A round answers the same questions greedily, one batch at a
+time. The cost of a step is the median time of steps that only decode the whole batch, drafting included. The
+possible gain is (1 + accepted drafts per step) / (step time relative to a step without drafts). "share" is
+the achieved part of the possible gain, in tokens per second after the prompts.
 
 With ``--temperature`` answers are sampled with the same seeds for every engine, so the answers stay equal.
 With random weights almost no draft is accepted then; an ``--alphabet`` of N tokens raises the acceptance to
@@ -50,7 +50,7 @@ class Runs:
 
     @property
     def rate(self) -> float:
-        """Output tokens a second."""
+        """Output tokens per second."""
         return self.tokens / self.seconds
 
     @property
@@ -162,7 +162,7 @@ def asked(args: argparse.Namespace, vocabulary: int) -> tuple[list[Any], list[Sa
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of the table, batch by batch."""
+    """Return the rows of the table, by batch size."""
     common: dict[str, Any] = {
         "model": args.model,
         "threads": args.threads,
@@ -203,31 +203,35 @@ def integers(text: str) -> list[int]:
 
 
 def main() -> None:
-    """Measures, prints the table, writes the JSON."""
+    """Measure, print the table and write the JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="spool-mla")
     parser.add_argument("--method", default="mtp", choices=["mtp", "ngram"])
-    parser.add_argument("--drafts", type=integers, default=[1, 2, 3], help="numbers of drafts, beside 0")
+    parser.add_argument(
+        "--drafts", type=integers, default=[1, 2, 3], help="numbers of drafts, in addition to 0"
+    )
     parser.add_argument("--batches", type=integers, default=[1, 8])
     parser.add_argument("--questions", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--warm-up", type=int, default=0, help="rounds before, in which steps are captured and costs learned"
-    )
+    parser.add_argument("--warm-up", type=int, default=0, help="uncounted rounds for captures and step costs")
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--cold", action="store_true", help="count from an engine's first answer on")
-    parser.add_argument("--temperature", type=float, default=0.0, help="above 0: drawn with fixed seeds")
-    parser.add_argument("--alphabet", type=int, default=0, help="tokens that answers may be made of")
-    parser.add_argument("--random-prompts", type=int, default=0, help="tokens of prompts of random ids")
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0: sampling with fixed seeds")
+    parser.add_argument(
+        "--alphabet", type=int, default=0, help="number of tokens allowed in answers; 0 for all"
+    )
+    parser.add_argument(
+        "--random-prompts", type=int, default=0, help="tokens of random prompts; 0 for questions"
+    )
     parser.add_argument("--load-format", default="", help="dummy: random weights")
     parser.add_argument("--ignore-eos", action="store_true", help="answers of --max-tokens tokens")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--dtype", default="")
     parser.add_argument("--no-adaptive", dest="adaptive", action="store_false")
-    parser.add_argument("--json", type=Path, help="a file for the numbers; a .md beside it gets the table")
+    parser.add_argument("--json", type=Path, help="file for the figures, with a .md beside")
     args = parser.parse_args()
     rows = measure(args)
     table = record.markdown(rows)

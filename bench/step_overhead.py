@@ -6,11 +6,11 @@ One step is in flight, so all parts run in sequence. With two steps in flight th
 model on a CPU, so the printed share is an upper bound. The model is ``model.steps``. Everything else in
 ``EngineCore.step``, and the encoding of its events, counts as overhead.
 
-With --host-alone the replay of a captured step does nothing, so that the control thread alone is timed, by
-CPU time: busy machines disturb CPU time less. Caches are then warm, which a model does not leave them.
+With --host-alone the replay of a captured step does nothing: only the CPU time of the control thread counts,
+which busy machines disturb less. CPU caches are then warmer than beside a model.
 
-With --waits the script prints how often the threads of a decode step meet and how long they wait: with one
-region per step (csrc/crew.h) and with one region per operation, a few steps each in turn. Set
+With --waits the script prints the number of barriers of the threads in a decode step and their waiting time,
+with one region per step (csrc/crew.h) and with one region per operation, alternating every few steps. Set
 GOMP_SPINCOUNT=1000, as ``weft serve`` does on AMD CPUs (docs/adr/0007): torch is loaded first here.
 """
 
@@ -35,7 +35,7 @@ from weft.types.sampling import TokenParams
 
 
 class Meter:
-    """Adds up how long named calls take."""
+    """Sums the milliseconds of named calls."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
@@ -54,13 +54,13 @@ class Meter:
         setattr(owner, attribute, timed)
 
     def take(self) -> dict[str, float]:
-        """Milliseconds by name since the last time."""
+        """Return the milliseconds by name since the last call."""
         spent, self.spent = self.spent, {}
         return spent
 
 
 def instrument(core: EngineCore) -> Meter:
-    """Times the parts of ``core``'s steps."""
+    """Wrap the parts of ``core``'s steps with timers."""
     meter, runner = Meter(), core.runner.runner
     meter.wrap(core.scheduler, "build", "plan")
     meter.wrap(core.scheduler, "freeze", "plan")
@@ -184,7 +184,7 @@ def measure_waits(core: EngineCore, batch: int, turn: int = 5) -> dict[str, list
 
 
 def report_waits(rows: dict[str, list[tuple[float, ...]]]) -> dict[str, Any]:
-    """Prints and returns medians and tenths of both ways."""
+    """Print and return medians and tenth percentiles of both ways."""
     made: dict[str, Any] = {}
     for name, steps in rows.items():
         of = np.array(steps)
@@ -232,18 +232,22 @@ def main() -> None:
     parser.add_argument("--model", default="spool-text", help="bundled name, folder or hub name")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", default="none", help="int8, int4 or another that weft serve takes")
+    parser.add_argument("--quantization", default="none", help="--quantization of weft serve")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch", type=int, default=32, help="sequences that decode together")
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens of each")
     parser.add_argument("--steps", type=int, default=100, help="timed steps")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--stop", action="store_true", help="give the sequences a stop id, as real ones have")
     parser.add_argument(
-        "--threads", type=int, default=0, help="CPU threads of the model; 0 leaves it to torch"
+        "--stop", action="store_true", help="give the sequences a stop id, as in real requests"
     )
-    parser.add_argument("--waits", action="store_true", help="count meetings of threads, and what they wait")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="CPU threads of the model; 0 for torch's default"
+    )
+    parser.add_argument(
+        "--waits", action="store_true", help="count barriers of threads and their waiting time"
+    )
     parser.add_argument("--host-alone", action="store_true", help="time the control thread without the model")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     args = parser.parse_args()

@@ -51,7 +51,7 @@ def comparison(found: Any) -> bool:
 
 
 def pairs(result: Mapping[str, Any]) -> list[Pair]:
-    """Weft against each peer of the same number of bits."""
+    """Return Weft beside each peer with the same number of bits."""
     found = []
     for peer, record in result["engines"].items():
         base, of_peer = rows.parted(peer)
@@ -93,7 +93,7 @@ def _width(bits: str) -> int:
 
 
 def middle(found: Sequence[Pair]) -> float:
-    """Geometric mean of the ratios' medians."""
+    """Return the geometric mean of the median ratios."""
     return math.exp(sum(math.log(pair.ratio.median) for pair in found) / len(found))
 
 
@@ -118,7 +118,7 @@ def headline(found: Sequence[Pair]) -> list[str]:
 
 
 def table(found: Sequence[Pair]) -> list[str]:
-    """A row for each model, number of bits and peer."""
+    """Return a row for each model, number of bits and peer."""
     lines = [
         f"| model | weights | Weft / | {' | '.join(WORKLOADS)} |",
         "|---|---|---|" + "---|" * len(WORKLOADS),
@@ -166,7 +166,7 @@ def page(results: Sequence[Mapping[str, Any]], plot: str) -> str:
     ]
     missing = absent(one for one in results)
     if missing:
-        lines += ["", "What peers could not do here:", "", *missing]
+        lines += ["", "Failures of peers on this machine:", "", *missing]
     lines += ["", "Results:", ""]
     for one in sorted(results, key=lambda one: str(one["name"])):
         if one["name"] in used:
@@ -182,9 +182,11 @@ def read(folder: Path, machine: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--machine", required=True, help="what the names of the results end in, as zen5")
+    made.add_argument("--machine", required=True, help="ending of the result names, e.g. zen5")
     made.add_argument("--results", type=Path, default=HERE / "results", help="folder read and written")
-    made.add_argument("--no-plot", action="store_true", help="no picture: matplotlib is not needed")
+    made.add_argument(
+        "--no-plot", action="store_true", help="write no picture, so that matplotlib is not needed"
+    )
     args = made.parse_args()
     results = read(args.results, args.machine)
     found = newest(results)

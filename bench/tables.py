@@ -1,4 +1,4 @@
-"""Compute medians, spread and ratios, and render the page. Pure functions: a result in, text out."""
+"""Compute medians, spread and ratios, and render the page. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from bench.rounds import value_of
 from weft.bench.workloads import WORKLOADS
 
-#: Column titles of the in-process workloads, and whether more is better.
+#: Column titles of the in-process workloads, and True if more is better.
 TITLES = {
     "W1": ("output tok/s", True),
     "W2": ("ms/token", False),
@@ -35,7 +35,7 @@ class Spread:
 
 
 def number(value: float) -> str:
-    """Three significant digits for small values, whole numbers for large ones."""
+    """Return three significant digits for small values, whole numbers for large values."""
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
@@ -58,7 +58,7 @@ def ratios(own: Sequence[float], peer: Sequence[float], more_is_better: bool) ->
 
 
 def samples(result: Mapping[str, Any], engine: str, workload: str) -> list[float]:
-    """The measure of each round, in the workload's unit."""
+    """Return the measure of each round, in the unit of the workload."""
     record = result["engines"].get(engine, {})
     if workload == "W4":
         served = record.get("server", {}).get("samples", [])
@@ -67,7 +67,7 @@ def samples(result: Mapping[str, Any], engine: str, workload: str) -> list[float
 
 
 def latency(result: Mapping[str, Any], engine: str, metric: str, share: str) -> list[float]:
-    """A latency of W4 in ms, one value a round."""
+    """Return a latency of W4 in milliseconds, one value per round."""
     served = result["engines"].get(engine, {}).get("server", {}).get("samples", [])
     return [one["latency_ms"][metric][share] for one in served if one["latency_ms"].get(metric)]
 
@@ -90,7 +90,7 @@ def _seconds(value: float | None) -> str:
 
 
 def offline_table(result: Mapping[str, Any]) -> list[str]:
-    """W1 to W3: every engine's numbers."""
+    """Return the table of W1 to W3, one row per engine."""
     workloads = [name for name in result["workloads"] if name in TITLES]
     head = ["engine", *(f"{name} {TITLES[name][0]}" for name in workloads), "peak memory GB", "load s"]
     rows = []
@@ -101,7 +101,7 @@ def offline_table(result: Mapping[str, Any]) -> list[str]:
 
 
 def served_table(result: Mapping[str, Any]) -> list[str]:
-    """W4: throughput, latencies, start-up and memory of the servers."""
+    """Return the table of W4: throughput, latencies, start-up and memory of the servers."""
     head = ["server", "W4 output tok/s", "TTFT p50 ms", "TTFT p99 ms", "TPOT p50 ms", "TPOT p99 ms"]
     rows = []
     for engine, record in result["engines"].items():
@@ -151,7 +151,7 @@ def same_table(result: Mapping[str, Any]) -> list[str]:
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """The Markdown page of a result."""
+    """Return the Markdown page of a result."""
     machine = result["machine"]
     cpu = machine["cpu"]
     lines = [

@@ -99,7 +99,7 @@ class Side:
         nbytes = (1 + spread * blocks) * case.block * POSITION_BYTES * LAYERS
         self.transport: Any = opened(case, folder, incarnation)
         self.memory = self._placed(nbytes)
-        self.memory.fill_(value)  # every page is there
+        self.memory.fill_(value)  # touch every page
         self.told: queue.SimpleQueue[RankReport | RankStopped] = queue.SimpleQueue()
         self.transfer = RankTransfer(0, self.dims, self.transport, self.told.put)
 
@@ -133,7 +133,7 @@ class Side:
         return r.Admitted(key=key, num_prompt=self.blocks * self.case.block, dims=self.dims)
 
     def wait(self) -> Outcome:
-        """Return the outcome of the transfer under way."""
+        """Return the outcome of the running transfer."""
         while True:
             said = self.told.get(timeout=120)
             if isinstance(said, RankReport) and said.outcome is not Outcome.pending:

@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 class LlamaCpp:
-    """A llama-server of our own and one connection a prompt."""
+    """Run a llama-server, with one connection per prompt."""
 
     def load(self, options: dict[str, Any]) -> str:
         self.port = free_port()

@@ -1,4 +1,4 @@
-"""Transformers, run by its own interpreter: ``static`` (padded batches through generate) or ``continuous``.
+"""Drive transformers in its own interpreter: ``static`` (padded batches by generate) or ``continuous``.
 
 ``{"load": {..., "args": {"mode": "static" | "continuous"}}}``
 """
@@ -31,7 +31,7 @@ class Transformers:
         try:
             return load(folder, dtype=dtype, attn_implementation="sdpa")
         except ValueError as error:
-            # Sinks are more than SDPA computes.
+            # SDPA does not support attention sinks.
             if "scaled_dot_product_attention" not in str(error):
                 raise
             return load(folder, dtype=dtype, attn_implementation="eager")
@@ -73,7 +73,7 @@ class Transformers:
         return [list(answers[name].generated_tokens) for name in order]
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Do nothing: the process ends."""
 
 
 if __name__ == "__main__":

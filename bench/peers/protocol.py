@@ -1,6 +1,6 @@
-"""The drivers' half of the protocol: one JSON object a line in, one a line out, on stdin and stdout.
+"""The drivers' side of the protocol: one JSON object per line on stdin, one per line on stdout.
 
-A driver runs under its peer's own interpreter, so this file uses the standard library alone::
+A driver runs in the peer's interpreter, so this file uses only the standard library::
 
     {"load": {"model": FOLDER, "dtype": "bfloat16", "threads": 2, "max_len": 2304, "max_seqs": 32,
               "args": {}}}
@@ -12,8 +12,8 @@ A driver runs under its peer's own interpreter, so this file uses the standard l
     {"stop": true}
         -> {"stopped": true}             and the driver ends
 
-What fails answers ``{"error": "...", "trace": "..."}`` and the driver goes on. Whatever a library prints goes
-to stderr, never into the protocol.
+A failure gives the answer ``{"error": "...", "trace": "..."}``, and the driver continues. Output of libraries
+goes to stderr, never into the protocol.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class Engine(Protocol):
     """Define the interface of a driver."""
 
     def load(self, options: dict[str, Any]) -> str:
-        """Loads the model and returns the peer's version; afterwards ``run`` may be called."""
+        """Load the model and return the peer's version. Call once, before ``run``."""
         ...
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> list[list[int]]:
-        """Greedy continuations of exactly ``output_tokens`` tokens, ends of sequence ignored, in order."""
+        """Return greedy continuations of exactly ``output_tokens`` tokens, in order. Ends of text are
+        ignored."""
         ...
 
     def close(self) -> None:

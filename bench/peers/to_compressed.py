@@ -1,10 +1,10 @@
-"""Quantizes a checkpoint to compressed-tensors' format: ``to_compressed.py MODEL OUT int8|int4``.
+"""Quantize a checkpoint to compressed-tensors' format: ``to_compressed.py MODEL OUT int8|int4``.
 
-Every matrix of an attention or a feed-forward block is rounded to nearest; embeddings, the head, routers and
-norms stay as they are, as the format's own recipes leave them.
+Every matrix of an attention or a feed-forward block is rounded to nearest. Embeddings, the head, routers and
+norms stay unchanged, as in the recipes of the format.
 
-int8    weights with a scale a row, activations rounded token by token while it runs (W8A8)
-int4    weights alone, in groups of 128 inputs (or as many of 32 and 64 as divide them), around 8 (W4A16)
+int8    weights with a scale per row, activations rounded per token at run time (W8A8) int4    weights in
+groups of 128 inputs (64 or 32 if 128 does not divide the inputs), with zero point 8 (W4A16)
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Tensor = torch.Tensor
 
 
 def eight(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Codes and a scale a row."""
+    """Return codes and a scale per row."""
     scale = (weight.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 127).to(weight.dtype)
     codes = (weight.float() / scale.float()).round().clamp(-127, 127).to(torch.int8)
     return {f"{name}.weight": codes, f"{name}.weight_scale": scale}
 
 
 def four(name: str, weight: Tensor, group: int) -> dict[str, Tensor]:
-    """Eight codes a word, the first in the low bits, and a scale a group."""
+    """Return eight codes per word, the first in the low bits, and a scale per group."""
     rows, columns = weight.shape
     parts = weight.float().view(rows, columns // group, group)
     scale = parts.abs().amax(2, keepdim=True).clamp(min=1e-10) / 7
@@ -49,7 +49,7 @@ def chosen(name: str, tensor: Tensor) -> bool:
 
 
 def description(kind: str, group: int, kept: list[str]) -> dict[str, object]:
-    """The ``quantization_config`` of config.json."""
+    """Return the ``quantization_config`` of config.json."""
     weights = {"num_bits": 8 if kind == "int8" else 4, "type": "int", "symmetric": True, "dynamic": False}
     tokens = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     shape = {"strategy": "channel"} if kind == "int8" else {"strategy": "group", "group_size": group}
@@ -72,7 +72,7 @@ def main() -> None:
     model, out, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     config = json.loads((model / "config.json").read_text())
     if config.get("quantization_config"):
-        sys.exit("it is quantized already")
+        sys.exit("the checkpoint is quantized already")
     tensors = {}
     for file in sorted(model.glob("*.safetensors")):
         tensors |= load_file(file)

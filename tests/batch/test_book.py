@@ -7,16 +7,16 @@ import random
 from weft.batch.book import (
     MOST_ATTEMPTS,
     Answered,
-    Ask,
     BatchBook,
     CancelBatch,
+    Capacity,
     Drained,
     Finalize,
     Interrupted,
     OpenBatch,
     Record,
     Recorded,
-    Room,
+    StartLine,
     Stop,
     Tick,
 )
@@ -25,9 +25,9 @@ from weft.batch.book import (
 def test_lines_run_in_order_within_the_room() -> None:
     book = BatchBook()
     assert book.on(OpenBatch(batch="a", lines=(3, 1, 2)), 0.0) == []
-    assert book.on(Room(2), 0.0) == [Ask("a", 3), Ask("a", 1)]
+    assert book.on(Capacity(2), 0.0) == [StartLine("a", 3), StartLine("a", 1)]
     assert book.on(Answered("a", 3, 200), 0.0) == [Record("a", 3, True)]
-    assert book.on(Room(5), 0.0) == [Ask("a", 2)]
+    assert book.on(Capacity(5), 0.0) == [StartLine("a", 2)]
     assert book.on(Answered("a", 1, 400), 0.0) == [Record("a", 1, False)]
     assert book.on(Answered("a", 2, 200), 0.0) == [Record("a", 2, True)]
     assert book.on(Recorded("a", 1), 0.0) == book.on(Recorded("a", 2), 0.0) == []
@@ -38,9 +38,9 @@ def test_lines_run_in_order_within_the_room() -> None:
 def test_batches_share_the_room() -> None:
     book = BatchBook()
     book.on(OpenBatch(batch="a", lines=(0, 1, 2, 3)), 0.0)
-    assert book.on(Room(2), 0.0) == [Ask("a", 0), Ask("a", 1)]
+    assert book.on(Capacity(2), 0.0) == [StartLine("a", 0), StartLine("a", 1)]
     book.on(OpenBatch(batch="b", lines=(0, 1, 2, 3)), 0.0)
-    assert book.on(Room(3), 0.0) == [Ask("b", 0), Ask("b", 1), Ask("a", 2)]
+    assert book.on(Capacity(3), 0.0) == [StartLine("b", 0), StartLine("b", 1), StartLine("a", 2)]
 
 
 def test_lines_of_a_model_that_is_not_loaded_wait() -> None:
@@ -48,23 +48,23 @@ def test_lines_of_a_model_that_is_not_loaded_wait() -> None:
     models = {0: "a", 1: "b", 2: "a", 3: "b"}
     book.on(OpenBatch(batch="x", lines=(0, 2, 1, 3), models=models), 0.0)
     book.on(OpenBatch(batch="y", lines=(0,), models={0: "b"}), 0.0)
-    assert book.waiting(0.0) == ["a", "b"]
-    assert book.on(Room(3, "b"), 0.0) == [Ask("x", 1), Ask("y", 0), Ask("x", 3)]
-    assert book.on(Room(1, "a"), 0.0) == [Ask("x", 0)]
-    assert book.wanted() == {"a": 2, "b": 3}
+    assert book.ready_models(0.0) == ["a", "b"]
+    assert book.on(Capacity(3, "b"), 0.0) == [StartLine("x", 1), StartLine("y", 0), StartLine("x", 3)]
+    assert book.on(Capacity(1, "a"), 0.0) == [StartLine("x", 0)]
+    assert book.unfinished() == {"a": 2, "b": 3}
     # The model b drains: its lines stop, and run again when there is room.
     assert book.on(Drained("b"), 1.0) == [Stop("x", 1), Stop("x", 3), Stop("y", 0)]
     book.on(Interrupted("x", 1), 1.0)
     book.on(Interrupted("y", 0), 1.0)
     assert book.on(Answered("x", 3, 200), 1.0) == [Record("x", 3, True)], "the answer came first"
     book.on(Recorded("x", 3), 1.0)
-    assert book.waiting(1.0) == ["a"]
-    assert book.on(Room(9, "b"), 9.0) == [Ask("x", 1), Ask("y", 0)]
-    assert book.wanted() == {"a": 2, "b": 2}
+    assert book.ready_models(1.0) == ["a"]
+    assert book.on(Capacity(9, "b"), 9.0) == [StartLine("x", 1), StartLine("y", 0)]
+    assert book.unfinished() == {"a": 2, "b": 2}
     for batch, line in (("x", 0), ("x", 1), ("y", 0)):
         book.on(Answered(batch, line, 200), 9.0)
         book.on(Recorded(batch, line), 9.0)
-    assert book.wanted() == {"a": 1}
+    assert book.unfinished() == {"a": 1}
     assert book.open == ["x"]
 
 
@@ -73,32 +73,32 @@ def test_failures_of_the_server_have_a_limit_and_lack_of_room_has_none() -> None
     book.on(OpenBatch(batch="a", lines=(0,)), 0.0)
     now = 0.0
     for status in [429, 503, 429, *[500] * (MOST_ATTEMPTS - 1)]:
-        assert book.on(Room(1), now) == [Ask("a", 0)]
+        assert book.on(Capacity(1), now) == [StartLine("a", 0)]
         assert book.on(Answered("a", 0, status), now) == []
-        assert book.on(Room(1), now) == []  # a pause
-        assert book.waiting(now) == []
+        assert book.on(Capacity(1), now) == []  # a pause
+        assert book.ready_models(now) == []
         now += 60.0
-        assert book.waiting(now) == [""]
-    assert book.on(Room(1), now) == [Ask("a", 0)]
+        assert book.ready_models(now) == [""]
+    assert book.on(Capacity(1), now) == [StartLine("a", 0)]
     assert book.on(Answered("a", 0, 500), now) == [Record("a", 0, False)]
 
 
 def test_a_cancelled_batch_ends_behind_its_running_lines() -> None:
     book = BatchBook()
     book.on(OpenBatch(batch="a", lines=(0, 1, 2)), 0.0)
-    book.on(Room(2), 0.0)
+    book.on(Capacity(2), 0.0)
     assert book.on(CancelBatch("a"), 1.0) == [Stop("a", 0), Stop("a", 1)]
     assert book.on(CancelBatch("a"), 1.0) == []
     assert book.on(Answered("a", 0, 200), 1.0) == [Record("a", 0, True)]  # the answer came first
     assert book.on(Interrupted("a", 1), 1.0) == []
-    assert book.on(Room(5), 100.0) == []
+    assert book.on(Capacity(5), 100.0) == []
     assert book.on(Recorded("a", 0), 1.0) == [Finalize("a", "cancelled")]
 
 
 def test_a_batch_expires_at_its_deadline() -> None:
     book = BatchBook()
     book.on(OpenBatch(batch="a", lines=(0, 1), deadline=10.0), 0.0)
-    book.on(Room(1), 0.0)
+    book.on(Capacity(1), 0.0)
     assert book.on(Tick(), 9.9) == []
     assert book.on(Tick(), 10.0) == [Stop("a", 0)]
     assert book.on(Interrupted("a", 0), 10.1) == [Finalize("a", "expired")]
@@ -125,7 +125,7 @@ def _run_randomly(seed: int) -> None:
 
     def carry_out(actions: list[object]) -> None:
         for action in actions:
-            if isinstance(action, Ask):
+            if isinstance(action, StartLine):
                 assert (action.batch, action.line) not in running + writing + recorded
                 running.append((action.batch, action.line))
             elif isinstance(action, Record):
@@ -134,7 +134,7 @@ def _run_randomly(seed: int) -> None:
             elif isinstance(action, Finalize):
                 assert action.batch not in ends
                 assert action.batch not in {batch for batch, _ in running + writing}
-                ends[action.batch] = action.how
+                ends[action.batch] = action.reason
 
     for name, size in sizes.items():
         carry_out(book.on(OpenBatch(batch=name, lines=tuple(range(size)), deadline=1e6), now))
@@ -142,10 +142,10 @@ def _run_randomly(seed: int) -> None:
         now += rng.random()
         event = rng.choice(["room", "answer", "lost", "written", "cancel", "tick"])
         if event == "room":
-            carry_out(book.on(Room(rng.randrange(4)), now))
+            carry_out(book.on(Capacity(rng.randrange(4)), now))
         elif event == "answer" and running:
             carry_out(book.on(Answered(*rng.choice(running), rng.choice([200, 200, 400, 429, 500])), now))
-            running = [key for key in running if key[1] in book._batches[key[0]].asked]
+            running = [key for key in running if key[1] in book._batches[key[0]].running_lines]
         elif event == "lost" and running:
             key = running.pop(rng.randrange(len(running)))
             carry_out(book.on(Interrupted(*key), now))

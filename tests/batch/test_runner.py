@@ -1,4 +1,4 @@
-"""The runner of batches with a slow desk and with lines that cannot be read."""
+"""The runner of batches with a slow store and with lines that cannot be read."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from weft.batch.book import BatchBook, How, OpenBatch
+from weft.batch.book import BatchBook, EndReason, OpenBatch
 from weft.batch.lines import BatchAnswer
 from weft.batch.runner import BatchRunner, LineBroken, LineOutput, LineRequest
 from weft.front.batches.inner import ask
 
 
-class SlowDesk:
-    """Desk whose requests come late. Line 3 cannot be read."""
+class SlowStore:
+    """Store with slow requests. Line 3 cannot be read."""
 
     def __init__(self) -> None:
         self.open = self.most = 0
         self.written: dict[int, int] = {}
-        self.ended: How | None = None
+        self.ended: EndReason | None = None
 
     async def request(self, batch: str, line: int) -> LineRequest:
         self.open += 1
@@ -36,24 +36,24 @@ class SlowDesk:
             assert output.line not in self.written
             self.written[output.line] = output.answer.status
 
-    async def finalize(self, batch: str, how: How) -> None:
-        self.ended = how
+    async def finalize(self, batch: str, reason: EndReason) -> None:
+        self.ended = reason
 
 
-def test_a_slow_desk_gets_no_more_lines_than_there_is_room() -> None:
+def test_a_slow_store_gets_no_more_lines_than_the_capacity() -> None:
     async def run() -> None:
-        desk = SlowDesk()
+        store = SlowStore()
 
         async def send(request: LineRequest) -> BatchAnswer:
             return BatchAnswer(200, "r", b"{}")
 
-        runner = BatchRunner(BatchBook(), desk, send, lambda model, mine: 4 - mine)
+        runner = BatchRunner(BatchBook(), store, send, lambda model, mine: 4 - mine)
         runner.feed(OpenBatch(batch="b", lines=tuple(range(20))))
         async with asyncio.timeout(20):
             await runner.run(lambda: runner.idle)
-        assert desk.most <= 4
-        assert desk.ended == "completed"
-        assert desk.written == dict.fromkeys(range(20), 200) | {3: 400}
+        assert store.most <= 4
+        assert store.ended == "completed"
+        assert store.written == dict.fromkeys(range(20), 200) | {3: 400}
         assert runner.sequences.total() == 0
 
     asyncio.run(run())
@@ -61,7 +61,7 @@ def test_a_slow_desk_gets_no_more_lines_than_there_is_room() -> None:
 
 def test_a_line_that_stops_before_its_first_step_runs_again() -> None:
     async def run() -> None:
-        desk, stops = SlowDesk(), 0
+        store, stops = SlowStore(), 0
 
         def room(model: str, mine: int) -> int:
             # The model drains in the same turn of the event loop in which its lines start.
@@ -74,11 +74,11 @@ def test_a_line_that_stops_before_its_first_step_runs_again() -> None:
         async def send(request: LineRequest) -> BatchAnswer:
             return BatchAnswer(200, "r", b"{}")
 
-        runner = BatchRunner(BatchBook(), desk, send, room)
+        runner = BatchRunner(BatchBook(), store, send, room)
         runner.feed(OpenBatch(batch="b", lines=(0, 1)))
         async with asyncio.timeout(20):
             await runner.run(lambda: runner.idle)
-        assert (stops, desk.ended, desk.written) == (1, "completed", {0: 200, 1: 200})
+        assert (stops, store.ended, store.written) == (1, "completed", {0: 200, 1: 200})
         assert runner.sequences.total() == 0
 
     asyncio.run(run())

@@ -196,7 +196,7 @@ def work(place: Place, batch: str, dying: Dying | None = None) -> None:
     if dying is not None:
         dying.active = True
     place.store.validate(batch, CHECKS, 1000)
-    sum(place.store.mending(batch))
+    sum(place.store.repair(batch))
     pending = place.store.pending(batch)
     for at in range(0, len(pending), 3):
         place.store.record(outputs(batch, *pending[at : at + 3]))
@@ -248,8 +248,8 @@ def test_a_damaged_record_runs_again(place: Place) -> None:
     data = bytearray(path.read_bytes())
     data[data.index(b'"c1"') + 2] ^= 1
     path.write_bytes(data)
-    assert sum(place.store.mending(batch)) == 1
-    assert sum(place.store.mending(batch)) == 0
+    assert sum(place.store.repair(batch)) == 1
+    assert sum(place.store.repair(batch)) == 0
     assert place.store.pending(batch) == (1, 4)
     place.store.record(outputs(batch, 1, 4))
     place.store.finalize(batch, "completed")
@@ -270,7 +270,7 @@ def test_a_record_damaged_after_the_last_line_runs_again(
     path = place.files.path(row.output)
     data = path.read_bytes()
     path.write_bytes(data.replace(b'{"n":3}', b'{"n":7}'))
-    found = list(place.store.mending(batch))
+    found = list(place.store.repair(batch))
     assert sum(found) == 1
     assert len(found) == (5 if slice_ == 1 else 2)
     assert place.store.pending(batch) == (3,)

@@ -94,7 +94,7 @@ def test_keys_and_urls_that_cannot_be_sent(
     key = KEYS.get(name, "--api-key")
     assert "printable ASCII" in failed(capsys, *commands[name], other, key, "schlüssel")
     for url in ("http://[::1", "http://a:99999"):
-        assert "is no URL" in failed(capsys, *commands[name], url, key, "k")
+        assert "is not a URL" in failed(capsys, *commands[name], url, key, "k")
 
 
 @mostly_slow(

@@ -71,7 +71,7 @@ def other() -> Iterator[str]:
 
 def test_a_url_that_is_no_server_of_weft(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # not for a server on this machine
-    for url, said in ((other, "is not a server of Weft"), ("http://[::1", "is no URL")):
+    for url, said in ((other, "is not a server of Weft"), ("http://[::1", "is not a URL")):
         refused = CliRunner().invoke(ps, ["--url", url])
         assert said in str(refused.exception)
     # A refused key is not a missing model.

@@ -33,7 +33,7 @@ def test_a_log_tells_the_sum_by_itself(caplog: pytest.LogCaptureFixture) -> None
     log = CountedLog(logging.getLogger("weft.test"), window=0.05)
     with caplog.at_level("WARNING", "weft.test"):
         for number in range(5):
-            log.say("refused: %s", number)
+            log.warn("refused: %s", number)
         timer = log._timer
         assert timer is not None
         timer.join()
@@ -43,11 +43,11 @@ def test_a_log_tells_the_sum_by_itself(caplog: pytest.LogCaptureFixture) -> None
 def test_no_count_of_a_test_is_logged_in_a_later_test(caplog: pytest.LogCaptureFixture) -> None:
     log = CountedLog(logging.getLogger("weft.test"), window=0.05)
     with caplog.at_level("WARNING", "weft.test"):
-        log.say("refused: %s", 1)
-        log.say("refused: %s", 2)
+        log.warn("refused: %s", 1)
+        log.warn("refused: %s", 2)
         timer = log._timer
         assert timer is not None
         drop_counts()
         timer.join()
-        log.say("refused: %s", 3)
+        log.warn("refused: %s", 3)
     assert caplog.messages == ["refused: 1", "refused: 3"]

@@ -47,7 +47,7 @@ def prepare(greeting):
 
 import sys
 sys.set_int_max_str_digits(0)
-serve(prepare, 0, 0.5, tells=True)
+serve(prepare, 0, 0.5, reports_ready=True)
 """
 
 

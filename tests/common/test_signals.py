@@ -44,7 +44,7 @@ def test_blocking_ends_with_the_block() -> None:
 
 
 def test_what_nohup_ignores_is_left_alone() -> None:
-    code = "from weft.common import signals; print(*(number.name for number in signals.heeded()))"
+    code = "from weft.common import signals; print(*(number.name for number in signals.handled_stops()))"
 
     def start(ignored: tuple[int, ...]) -> str:
         def prepare() -> None:

@@ -87,7 +87,7 @@ def test_the_output_has_one_writer_and_only_records(tmp_path: Path) -> None:
     # Also a file without a last line end, or a file of input lines, stays as it is.
     for text in ("my notes\n", "my notes", '{"a": 1}', whole, whole.rstrip()):
         (tmp_path / "text").write_text(text)
-        with pytest.raises(ConfigError, match="no output record"):
+        with pytest.raises(ConfigError, match="not an output record"):
             RecordLog(tmp_path / "text")
         assert (tmp_path / "text").read_text() == text
     with (tmp_path / "out").open("ab") as file:
@@ -109,7 +109,7 @@ def test_pipes_and_devices(fake: Running, tmp_path: Path, capsys: pytest.Capture
     assert len(records(tmp_path / "out")) == 2
     for device in ("/dev/null", "/dev/full"):
         assert run(tmp_path / "in", device, "--url", fake.url) == 2
-        assert "no regular file" in capsys.readouterr().err
+        assert "not a regular file" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_told(tmp_path: Path) -> None:

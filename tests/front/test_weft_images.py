@@ -122,7 +122,7 @@ def test_one_answer_however_a_video_comes(server: Running, folder: Path) -> None
         (other,) = llm.chat(asked(video_part(frames[::-1]), image_part(A)), GREEDY, use_tqdm=False)
         with pytest.raises(InvalidRequest, match=r"video\[1\]: .*the same size"):
             llm.chat(asked({"type": "video", "video": [opened[0], Image.new("RGB", (9, 9))]}), GREEDY)
-        with pytest.raises(InvalidRequest, match=r"video\[1\]: .*image of Pillow's"):
+        with pytest.raises(InvalidRequest, match=r"video\[1\]: .*a Pillow image"):
             llm.chat(asked({"type": "video", "video": [opened[0], object()]}), GREEDY)
     ids, tokens = list(whole.prompt_token_ids), list(whole.outputs[0].token_ids)
     assert ids.count(START) == 5  # of a video and three groups, and of an image

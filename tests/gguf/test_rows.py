@@ -980,7 +980,7 @@ def test_codes_of_packed_types_are_the_values(name: str, tmp_path: Path) -> None
         ("exaone4", {"attention.sliding_window_pattern": 0}, "must be a period or a list"),
         ("olmo2", {"rope.dimension_count": 8}, "partial RoPE"),
         ("llama4", {"attention.sliding_window": 0}, "llama4 without chunks"),
-        ("granitehybrid", {"rope.scaling.finetuned": True}, r"granitehybrid with rotations \(Bamba\)"),
+        ("granitehybrid", {"rope.scaling.finetuned": True}, r"granitehybrid with RoPE \(Bamba\)"),
         ("lfm2", {"attention.head_count_kv": [0, 2]}, "a number for each of 4 layers"),
         ("phi3-long", {"rope.dimension_count": 6}, "long_factor must be a list of 3"),
     ],

@@ -40,7 +40,7 @@ def compiler() -> Iterator[GuardedCompiler]:
 
 @pytest.fixture
 def service(compiler: GuardedCompiler) -> Iterator[GrammarService]:
-    service = GrammarService(compiler, timeout=deadline(30), apart=True)
+    service = GrammarService(compiler, timeout=deadline(30), per_client=True)
     yield service
     service.close()
 

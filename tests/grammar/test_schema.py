@@ -53,6 +53,12 @@ REFUSED: list[tuple[Any, str]] = [
     ({"enum": ["\x00"]}, "control characters"),
     ({"const": 2**60}, "too large"),
     ({"properties": {"a": 5}}, "must be an object or a boolean (at /properties/a)"),
+    ({"type": "string", "format": []}, "format must be a string (at /format)"),
+    ({"type": "object", "propertyNames": {"format": []}}, "propertyNames is not supported"),
+    ({"type": "object", "propertyNames": {"minLength": -1}}, "propertyNames is not supported"),
+    ({"type": "string", "pattern": f"a{{{'9' * 5000}}}"}, "a count above 65535"),
+    ({"allOf": [{"type": "string"}], "anyOf": [{"$ref": f"#/allOf/{'9' * 5000}"}]}, "points to nothing"),
+    ({"$id": "http://a/b", "anyOf": [{"$ref": "http://[c"}]}, "$ref points outside"),
     (False, "must be an object"),
     ([], "must be an object"),
 ]

@@ -18,10 +18,10 @@ from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, WeftError
 from weft.grammar.guard.compile_jobs import (
-    CLIENT_PLACES,
+    CLIENT_RUNNING,
     CLIENT_WAITING,
-    MAX_KEPT_BYTES,
-    PLACES,
+    MAX_CACHE_BYTES,
+    MAX_RUNNING,
     GrammarService,
 )
 from weft.types.grammar import ContextFree, Grammar, Regex, Repeated, Text
@@ -121,15 +121,15 @@ def test_refusals_are_kept_and_defects_are_not() -> None:
 def test_a_late_compile_is_a_504_for_who_waits_and_ends_for_the_next() -> None:
     gate = Gate(open_=False)
     with serving(gate, timeout=0.05) as service:
-        for number in range(PLACES):
+        for number in range(MAX_RUNNING):
             with pytest.raises(DeadlineExceeded):
                 service.compile(Text(str(number)), client=number)
         with pytest.raises(DeadlineExceeded):  # the same again: no further thread
             service.compile(Text("0"))
-        assert len(gate.compiled) == PLACES
+        assert len(gate.compiled) == MAX_RUNNING
         gate.gate.set()
         until = time.monotonic() + deadline(30)
-        while service.kept[0] < PLACES and time.monotonic() < until:
+        while service.cached[0] < MAX_RUNNING and time.monotonic() < until:
             time.sleep(0.01)
         assert service.submit(Text("0")).done()
         assert service.compile(Text("0")).grammar == Text("0")  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ def test_slow_grammars_of_one_client_keep_no_other_waiting() -> None:
         assert not waiting.done()
         service.submit(Text("also"), client=2).wait()
         assert waiting.done()
-        assert gate.compiled[:CLIENT_PLACES] == [Text("slow 0"), Text("slow 1")]
+        assert gate.compiled[:CLIENT_RUNNING] == [Text("slow 0"), Text("slow 1")]
         assert not any(one.done() for one in slow)
 
 
@@ -170,7 +170,7 @@ def test_clients_take_turns() -> None:
         for one in [*first, *other, third]:
             one.wait()
         names = [one.text for one in gate.compiled if isinstance(one, Text)]
-        assert names.index("third") <= PLACES + 2
+        assert names.index("third") <= MAX_RUNNING + 2
         assert names.index("other 1") < names.index("first 7")
 
 
@@ -179,9 +179,9 @@ def test_the_cache_is_bounded_by_what_compiled_grammars_take() -> None:
     with serving(Gate(nbytes=10 << 20)) as service:
         for number in range(20):
             service.compile(Text(str(number)))
-        entries, size = service.kept
+        entries, size = service.cached
         assert entries == 3
-        assert size <= MAX_KEPT_BYTES
+        assert size <= MAX_CACHE_BYTES
         assert service.submit(Text("19")).done()
         assert not service._find((0, b"nothing"))
 
@@ -198,7 +198,7 @@ def test_a_spent_grammar_is_compiled_again() -> None:
 
 def test_clients_apart_share_no_compiled_grammar() -> None:
     gate = Gate()
-    with serving(gate, apart=True) as service:
+    with serving(gate, per_client=True) as service:
         assert service.compile(Text("a"), client=1) is not service.compile(Text("a"), client=2)
         assert service.compile(Text("a"), client=1) is service.compile(Text("a"), client=1)
 
@@ -213,17 +213,17 @@ def test_a_hundred_thousand_grammars_take_bounded_memory() -> None:
             service.submit(Text(f"{number}"))
             most = max(most, threading.active_count())
         until = time.monotonic() + deadline(30)
-        while not service.submit(Text("last")).done() or service.kept[0] == 0:
+        while not service.submit(Text("last")).done() or service.cached[0] == 0:
             assert time.monotonic() < until
             time.sleep(0.01)
-        entries, size = service.kept
+        entries, size = service.cached
         assert entries <= 100
         assert size < 100 * 40
         assert most - others < 20
     with serving(Gate()) as service:
         for number in range(200):
             service.compile(Text(f"{number}" + "x" * 100_000))
-        assert service.kept[1] <= MAX_KEPT_BYTES
+        assert service.cached[1] <= MAX_CACHE_BYTES
 
 
 def test_what_waits_at_the_end_is_told() -> None:

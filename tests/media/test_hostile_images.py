@@ -36,7 +36,7 @@ SIDE = 8191
 
 def run(work: Callable[[MediaService], Coroutine[Any, Any, None]], **fields: Any) -> None:
     async def main() -> None:
-        made = MediaService(MediaSection(**fields), apart=True)
+        made = MediaService(MediaSection(**fields), per_client=True)
         try:
             await work(made)
         finally:
@@ -168,8 +168,8 @@ def test_a_long_decode_steps_back() -> None:
             time.sleep(0.005)
         return os.getpriority(os.PRIO_PROCESS, thread)
 
-    assert media_worker._stepping_back(long) == 19
-    assert media_worker._stepping_back(lambda: os.getpriority(os.PRIO_PROCESS, 0)) < 19
+    assert media_worker._lowering_priority(long) == 19
+    assert media_worker._lowering_priority(lambda: os.getpriority(os.PRIO_PROCESS, 0)) < 19
 
 
 @pytest.mark.requirement("F23")

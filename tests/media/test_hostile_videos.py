@@ -21,7 +21,7 @@ from weft.common.errors import InvalidRequest, Overloaded, WeftError
 from weft.config.sections.media_section import MediaSection
 from weft.media.decode import key_of
 from weft.media.headers import read_header
-from weft.media.pictures import Frame, Picture, Pictures, Wanted
+from weft.media.pictures import FileToFetch, Frame, Picture, Pictures
 from weft.media.service import MediaService
 from weft.media.video import groups_of, header_of
 from weft.media.video_header import BadVideo
@@ -32,7 +32,7 @@ MOST = 1 << 22
 
 def run(work: Callable[[MediaService], Coroutine[Any, Any, None]], **fields: Any) -> None:
     async def main() -> None:
-        made = MediaService(MediaSection(**fields), apart=True)
+        made = MediaService(MediaSection(**fields), per_client=True)
         try:
             await work(made)
         finally:
@@ -41,8 +41,8 @@ def run(work: Callable[[MediaService], Coroutine[Any, Any, None]], **fields: Any
     asyncio.run(asyncio.wait_for(main(), deadline(120)))
 
 
-def wanted(file: bytes, name: str = "video 1") -> Wanted:
-    return Wanted(url=name, where=WHERE, data=memoryview(file))
+def wanted(file: bytes, name: str = "video 1") -> FileToFetch:
+    return FileToFetch(url=name, where=WHERE, data=memoryview(file))
 
 
 def groups(file: bytes, numbers: list[int], name: str = "video 1") -> list[Picture]:
@@ -221,7 +221,9 @@ def test_headers_are_read_in_a_process() -> None:
     file = film(20, "vp9", turn=0)
 
     async def work(media: MediaService) -> None:
-        found = await media.videos.headers([wanted(file), Wanted("a", "b")], {"video 1": memoryview(file)})
+        found = await media.videos.headers(
+            [wanted(file), FileToFetch("a", "b")], {"video 1": memoryview(file)}
+        )
         assert found == {"video 1": header_of(file, MOST)}
         assert media.processes == 1
         bad = file[:100]

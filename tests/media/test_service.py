@@ -25,7 +25,7 @@ from weft.common.shared_bytes import SharedBytes, reaches
 from weft.config.sections.media_section import MediaSection
 from weft.media import decode, media_memory, service
 from weft.media.headers import ImageHeader, read_header
-from weft.media.pictures import Frame, Picture, Pictures, Wanted
+from weft.media.pictures import FileToFetch, Frame, Picture, Pictures
 from weft.media.service import MediaService
 from weft.types.media_item import MediaItem
 
@@ -325,7 +325,7 @@ def test_files_are_fetched_by_processes(files: Any, monkeypatch: pytest.MonkeyPa
 
     async def work(media: MediaService) -> None:
         with media.memory.lease() as lease:
-            wanted = [Wanted(f"http://127.0.0.1:{port}{path}", WHERE) for path in answers]
+            wanted = [FileToFetch(f"http://127.0.0.1:{port}{path}", WHERE) for path in answers]
             found = await media.fetch(wanted, lease)
             assert [bytes(file) for file in found.values()] == list(answers.values())
             assert lease.size == sum(map(len, answers.values()))
@@ -346,7 +346,7 @@ def test_many_small_files_do_not_count_as_many_large_ones(
 
     async def work(media: MediaService) -> None:
         with media.memory.lease() as lease:
-            wanted = [Wanted(f"http://127.0.0.1:{port}/{n}", WHERE) for n in range(20)]
+            wanted = [FileToFetch(f"http://127.0.0.1:{port}/{n}", WHERE) for n in range(20)]
             found = await media.fetch(wanted, lease)
             assert [bytes(file) for file in found.values()] == [answers[f"/{n}"] for n in range(20)]
             assert lease.size == sum(map(len, answers.values()))
@@ -363,9 +363,9 @@ def test_a_server_that_hangs_holds_up_nobody(files: Any, monkeypatch: pytest.Mon
 
     async def work(media: MediaService) -> None:
         with media.memory.lease() as lease:
-            hanging = Wanted(f"http://127.0.0.1:{port}/hang", WHERE)
+            hanging = FileToFetch(f"http://127.0.0.1:{port}/hang", WHERE)
             slow = asyncio.create_task(media.fetch([hanging], lease))
-            await media.fetch([Wanted(f"http://127.0.0.1:{port}/a.png", WHERE)], lease)
+            await media.fetch([FileToFetch(f"http://127.0.0.1:{port}/a.png", WHERE)], lease)
             assert not slow.done()
             with pytest.raises(InvalidRequest) as caught:
                 await slow
@@ -381,7 +381,7 @@ def test_addresses_that_are_not_public_are_refused_by_the_real_worker(files: Any
 
     async def work(media: MediaService) -> None:
         with media.memory.lease() as lease, pytest.raises(InvalidRequest, match="public") as caught:
-            await media.fetch([Wanted(f"http://127.0.0.1:{port}/a.png", WHERE)], lease)
+            await media.fetch([FileToFetch(f"http://127.0.0.1:{port}/a.png", WHERE)], lease)
         assert caught.value.error_code == "image_url_refused"
 
     run(work, allowed_media_domains=(f"127.0.0.1:{port}",))

@@ -9,7 +9,7 @@ from tests.ops.rows_alone import check_rows_alone
 from tests.ops.test_cpu_linear import DTYPES, HALF_ULP, ROWS, case
 from tests.support.ggml_blocks import drawn, fitted, meaning
 from tests.support.pairwise import sampled
-from weft.gguf.container import CODED
+from weft.gguf.container import PACKED
 from weft.ops import coded, cpu, ggml, implementations, torch_ops
 from weft.ops.coded import Codes, MixedCodes
 from weft.ops.cpu import linear as ops
@@ -35,7 +35,7 @@ def codes_of(kind: str, shape: tuple[int, int], seed: int = 0) -> tuple[Codes, T
 
 
 def test_types_that_stay_packed_are_those_that_are_known() -> None:
-    assert set(CODED) == set(KINDS)
+    assert set(PACKED) == set(KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -88,7 +88,7 @@ def test_a_damaged_table_is_left_out(text: str, caplog: pytest.LogCaptureFixture
     moe_table.MEASUREMENTS.user_file().write_text(text)
     forget()
     assert len(moe_table.tables()) == 1
-    assert "measurements of routed blocks are left out" in caplog.text
+    assert "measurements of routed blocks are ignored" in caplog.text
 
 
 def test_what_is_written_is_what_is_read() -> None:

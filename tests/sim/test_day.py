@@ -13,7 +13,7 @@ from weft.control.planner.capacity import Capacity, Limits, Load
 from weft.control.planner.observations import Meter
 from weft.front.monitoring.front_tables import LATENCY_BOUNDS
 from weft.sim.changing import TPOT_BOUNDS, TTFT_BOUNDS, ChangingDeployment, Settings
-from weft.sim.day import Bench, draw_day
+from weft.sim.day import DayParameters, draw_day
 from weft.sim.deployment import Deployment, Groups
 from weft.sim.engine import kv_config
 from weft.sim.presets import load
@@ -142,7 +142,7 @@ def test_the_capacity_agrees_with_the_simulation(role: str, rate: float) -> None
 @pytest.mark.slow
 def test_a_planner_keeps_more_requests_within_their_limits_than_the_groups_it_began_with() -> None:
     """An eighth of a day. The full days are in docs/simulator.md."""
-    bench = Bench(COST.scaled(12.0), Limits(6.0, 0.18), load_s=10.0)
+    bench = DayParameters(COST.scaled(12.0), Limits(6.0, 0.18), load_s=10.0)
     day = draw_day(5, 0.8, shorter=8.0)
     planned = bench.play(day, PAIR, planned=True)
     fixed = bench.play(day, PAIR)

@@ -185,17 +185,19 @@ def test_a_broken_write_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoints, "save_file", full)
-    with pytest.raises(ConfigError, match=r"No space left on device.*make room"):
+    with pytest.raises(ConfigError, match=r"No space left on device.*free disk space"):
         saved(tmp_path, policy, adam(policy), 2)
     assert checkpoints.latest(tmp_path) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-000001", "source"]
 
 
-@pytest.mark.parametrize("name", ["state.json", "state.safetensors"])
-def test_a_damaged_checkpoint_is_named(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"), [("state.json", "{"), ("state.json", "{}"), ("state.safetensors", "{")]
+)
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, name: str, text: str) -> None:
     policy = Vector([-1.0])
     folder = saved(tmp_path, policy, adam(policy), 1)
-    (folder / "trainer" / name).write_text("{")
+    (folder / "trainer" / name).write_text(text)
     with pytest.raises(ConfigError, match="delete this checkpoint"):
         checkpoints.restore(folder, policy, adam(policy), {"lr": 0.01})  # type: ignore[arg-type]
 
@@ -226,7 +228,7 @@ def test_an_answer_without_room_names_both_flags() -> None:
         raise ContextLength("the model's context is 64 tokens")
 
     with pytest.raises(ConfigError, match=r"context is 64 tokens: raise --max-model-len, or lower --max-tok"):
-        run_with(llm=SimpleNamespace(chat=chat))._ask([Question("1 + 1?", "2")], [])
+        run_with(llm=SimpleNamespace(chat=chat))._generate([Question("1 + 1?", "2")], [])
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_a_loader_of_the_published_tensors_gets_the_weights_of_the_policy(tmp_pa
     spec = load_spec(made.folder, None)
     build = RecordingBuild(dtype=torch.bfloat16, device=CPU, masters=masters)
     model, weights, files = load_plain(made.folder, spec, build, progress=False)
-    masters.adopt(model.named_parameters())
+    masters.add(model.named_parameters())
     published = Published(masters, weights, files)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -74,7 +74,7 @@ def test_a_run_goes_on_after_its_last_checkpoint(weak: str, tmp_path: Path) -> N
     with engine(weak) as llm:
         again = list(train(llm, settings, tmp_path / "run", shown=False))
         other = msgspec.structs.replace(settings, lr=1e-4)
-        with pytest.raises(ConfigError, match="begun with other settings: lr"):
+        with pytest.raises(ConfigError, match="started with other settings: lr"):
             Run(llm, other, tmp_path / "run")
     assert [line["step"] for line in again] == [3, 4]
     assert {**again[0], "seconds": 0} == {**lines[2], "seconds": 0}

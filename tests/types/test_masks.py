@@ -31,12 +31,12 @@ def test_there_is_one_for_each_sampled_entry_at_most() -> None:
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        (masks(5), "the step lacks"),
-        (masks(-1), "the step lacks"),
+        (masks(5), "out of range"),
+        (masks(-1), "out of range"),
         (masks(1, 1), "in order"),
-        (masks(2, 1), "in order|the step lacks"),
-        (masks(3, words=2), "wide"),
-        (TokenMasks(entries=EMPTY, words=column([1])), "wide"),
+        (masks(2, 1), "in order|out of range"),
+        (masks(3, words=2), "width"),
+        (TokenMasks(entries=EMPTY, words=column([1])), "width"),
     ],
 )
 def test_others_are_refused(wrong: TokenMasks, match: str) -> None:

@@ -1,1 +1,1 @@
-"""Batches of requests: files of lines that run beside online traffic, or offline, with every output once."""
+"""Batches of requests: files whose lines run beside online traffic or offline, with one output per line."""

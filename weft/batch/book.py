@@ -3,15 +3,15 @@
 Pure: ``on(event, now)`` returns actions. No clock, no file, no network. The owner carries the actions out
 and reports the results as events.
 
-    pending ── Ask ──► asked ── Answered ──► Record ── Recorded ──► done
-       ▲                 │
+    pending ── StartLine ──► running ── Answered ──► Record ── Recorded ──► done
+       ▲                        │
        └── Answered with a temporary failure, or Interrupted
 
 A batch ends with ``Finalize`` after its last line is done. After ``CancelBatch`` or at its deadline, pending
 lines stay undone, and the batch ends when no line runs any more.
 
-Each line belongs to a model, "" for the only one. ``Room`` is about one model. So lines of a model that is
-not loaded wait, and lines of a model that is loaded run one after another.
+Each line belongs to a model, "" for the only model. ``Capacity`` is the free capacity of one model. Lines of
+a model that is not loaded therefore wait.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-How = Literal["completed", "cancelled", "expired"]
+EndReason = Literal["completed", "cancelled", "expired"]
 
 MOST_ATTEMPTS = 4
-"""Maximum attempts of a line whose answers are failures of the server."""
+"""Maximum attempts of a line after failures of the server (``SERVER_FAILED``)."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0
 """Seconds before a line runs again after a temporary failure. The pause doubles with each failure."""
-LACKS_ROOM = frozenset({429, 499, 503})
-"""Statuses that say nothing about the line. The line runs again, without a limit."""
+NO_CAPACITY = frozenset({429, 499, 503})
+"""Statuses of a server without capacity. The line runs again, without a limit of attempts."""
 SERVER_FAILED = frozenset({500, 502, 504})
-"""Statuses after which the line runs again, at most ``MOST_ATTEMPTS`` times."""
+"""Statuses of a failed server. The line runs at most ``MOST_ATTEMPTS`` times."""
 
 
 class OpenBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,18 +45,18 @@ class OpenBatch(msgspec.Struct, frozen=True, kw_only=True):
     models: Mapping[int, str] = {}
     """Line -> model, for lines of a server of several models."""
     deadline: float | None = None
-    """Time of the end without all outputs; None for no deadline."""
+    """Time at which the batch ends without the missing outputs; None for no deadline."""
 
 
-class Room(msgspec.Struct, frozen=True):
-    """``free`` more lines of the model may run now."""
+class Capacity(msgspec.Struct, frozen=True):
+    """``free`` more lines of the model may start now."""
 
     free: int
     model: str = ""
 
 
 class Drained(msgspec.Struct, frozen=True):
-    """The model must be free of lines: stop the running lines, which run again when there is room."""
+    """The model is unloading: stop its running lines. The lines run again when there is capacity."""
 
     model: str
 
@@ -93,10 +93,10 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-Event: TypeAlias = OpenBatch | Room | Drained | Answered | Interrupted | Recorded | CancelBatch | Tick
+Event: TypeAlias = OpenBatch | Capacity | Drained | Answered | Interrupted | Recorded | CancelBatch | Tick
 
 
-class Ask(msgspec.Struct, frozen=True):
+class StartLine(msgspec.Struct, frozen=True):
     """Send the line to the model."""
 
     batch: str
@@ -120,13 +120,13 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class Finalize(msgspec.Struct, frozen=True):
-    """Close the files of the batch. Lines without an output are written as errors of the reason ``how``."""
+    """Close the files of the batch. Lines without an output get an error record with ``reason``."""
 
     batch: str
-    how: How
+    reason: EndReason
 
 
-Action: TypeAlias = Ask | Stop | Record | Finalize
+Action: TypeAlias = StartLine | Stop | Record | Finalize
 
 
 @dataclass(slots=True)
@@ -147,29 +147,29 @@ class _Batch:
 
     order: int
     queues: dict[str, _Queue]
-    """Model -> its lines that do not run."""
+    """Model -> lines of the model that do not run."""
     models: Mapping[int, str]
     deadline: float | None
-    asked: dict[int, int] = field(default_factory=dict)
+    running_lines: dict[int, int] = field(default_factory=dict)
     """Running line -> number of the attempt, from 0."""
     recording: set[int] = field(default_factory=set)
     failures: dict[int, int] = field(default_factory=dict)
     """Line -> temporary failures so far."""
     attempts: dict[int, int] = field(default_factory=dict)
     """Line -> failures of the server so far."""
-    ends: How | None = None
+    ends: EndReason | None = None
     """Reason of an early end."""
 
     def running(self, model: str) -> int:
         """Return the number of running lines of the model."""
         if not self.models:
-            return len(self.asked)
-        return sum(self.models.get(line, "") == model for line in self.asked)
+            return len(self.running_lines)
+        return sum(self.models.get(line, "") == model for line in self.running_lines)
 
     @property
     def busy(self) -> bool:
         """True if a line is running, or an output is being written."""
-        return bool(self.asked or self.recording)
+        return bool(self.running_lines or self.recording)
 
 
 class BatchBook:
@@ -182,15 +182,15 @@ class BatchBook:
     @property
     def running(self) -> int:
         """Number of lines that run now."""
-        return sum(len(batch.asked) for batch in self._batches.values())
+        return sum(len(batch.running_lines) for batch in self._batches.values())
 
     @property
     def open(self) -> list[str]:
         """Names of the open batches, oldest first."""
         return list(self._batches)
 
-    def waiting(self, now: float) -> list[str]:
-        """Return the models with a line that could run at ``now``, in the order of their batches."""
+    def ready_models(self, now: float) -> list[str]:
+        """Return the models with a line that may start at ``now``, in the order of the batches."""
         return list(
             dict.fromkeys(
                 model
@@ -201,11 +201,11 @@ class BatchBook:
             )
         )
 
-    def wanted(self) -> Counter[str]:
-        """Return model -> number of lines that have not run to their end."""
+    def unfinished(self) -> Counter[str]:
+        """Return model -> number of running, pending and paused lines."""
         found: Counter[str] = Counter()
         for batch in self._batches.values():
-            found.update(batch.models.get(line, "") for line in batch.asked)
+            found.update(batch.models.get(line, "") for line in batch.running_lines)
             if batch.ends is None:
                 for model, queue in batch.queues.items():
                     found[model] += len(queue.pending) + len(queue.paused)
@@ -220,8 +220,8 @@ class BatchBook:
         # One branch per event class. Each handler returns its own actions; the end of a batch is common.
         if isinstance(event, OpenBatch):
             return self._open(event)
-        if isinstance(event, Room):
-            return self._ask(event, now)
+        if isinstance(event, Capacity):
+            return self._start(event, now)
         if isinstance(event, Drained):
             return self._drained(event.model)
         if isinstance(event, Tick):
@@ -234,11 +234,11 @@ class BatchBook:
         if isinstance(event, Answered):
             actions = self._answered(batch, event, now)
         elif isinstance(event, Interrupted):
-            actions = self._again(batch, event.line, now) if event.line in batch.asked else []
+            actions = self._retry(batch, event.line, now) if event.line in batch.running_lines else []
         else:
             batch.recording.discard(event.line)
             actions = []
-        return actions + self._ended(event.batch, batch)
+        return actions + self._check_end(event.batch, batch)
 
     def _open(self, event: OpenBatch) -> list[Action]:
         if event.batch in self._batches:
@@ -249,25 +249,26 @@ class BatchBook:
             queues.setdefault(event.models.get(line, ""), _Queue()).pending.append(line)
         batch = _Batch(self._opened, queues, event.models, event.deadline)
         self._batches[event.batch] = batch
-        return self._ended(event.batch, batch)
+        return self._check_end(event.batch, batch)
 
-    def _ask(self, room: Room, now: float) -> list[Action]:
+    def _start(self, capacity: Capacity, now: float) -> list[Action]:
         """Start lines of one model. The batch with the fewest running lines is first, then the oldest."""
         actions: list[Action] = []
+        model = capacity.model
         ready = [
-            (batch.running(room.model), batch.order, name)
+            (batch.running(model), batch.order, name)
             for name, batch in self._batches.items()
-            if batch.ends is None and room.model in batch.queues and batch.queues[room.model].ready(now)
+            if batch.ends is None and model in batch.queues and batch.queues[model].ready(now)
         ]
         heapq.heapify(ready)
-        while ready and len(actions) < room.free:
+        while ready and len(actions) < capacity.free:
             running, order, name = heapq.heappop(ready)
             batch = self._batches[name]
-            queue = batch.queues[room.model]
+            queue = batch.queues[model]
             retry = queue.paused and queue.paused[0][0] <= now
             line = heapq.heappop(queue.paused)[1] if retry else queue.pending.popleft()
-            batch.asked[line] = batch.attempts.get(line, 0)
-            actions.append(Ask(name, line))
+            batch.running_lines[line] = batch.attempts.get(line, 0)
+            actions.append(StartLine(name, line))
             if queue.ready(now):
                 heapq.heappush(ready, (running + 1, order, name))
         return actions
@@ -276,27 +277,27 @@ class BatchBook:
         return [
             Stop(name, line)
             for name, batch in self._batches.items()
-            for line in batch.asked
+            for line in batch.running_lines
             if batch.models.get(line, "") == model
         ]
 
     def _answered(self, batch: _Batch, event: Answered, now: float) -> list[Action]:
-        """Return the Record of a final answer; [] for a temporary failure: the line then runs again."""
-        if event.line not in batch.asked:
+        """Return the Record of a final answer; [] after a temporary failure: the line runs again."""
+        if event.line not in batch.running_lines:
             return []
-        if event.status in LACKS_ROOM:
-            return self._again(batch, event.line, now)
+        if event.status in NO_CAPACITY:
+            return self._retry(batch, event.line, now)
         if event.status in SERVER_FAILED:
-            batch.attempts[event.line] = batch.asked[event.line] + 1
+            batch.attempts[event.line] = batch.running_lines[event.line] + 1
             if batch.attempts[event.line] < MOST_ATTEMPTS:
-                return self._again(batch, event.line, now)
-        del batch.asked[event.line]
+                return self._retry(batch, event.line, now)
+        del batch.running_lines[event.line]
         batch.recording.add(event.line)
         return [Record(event.batch, event.line, event.status == 200)]
 
-    def _again(self, batch: _Batch, line: int, now: float) -> list[Action]:
-        """Let the line run again after a pause."""
-        del batch.asked[line]
+    def _retry(self, batch: _Batch, line: int, now: float) -> list[Action]:
+        """Schedule the next attempt of the line after a pause."""
+        del batch.running_lines[line]
         failures = batch.failures[line] = batch.failures.get(line, 0) + 1
         pause = min(FIRST_PAUSE * 2 ** min(failures - 1, 16), LONGEST_PAUSE)
         queue = batch.queues[batch.models.get(line, "")]
@@ -309,15 +310,15 @@ class BatchBook:
             return []
         return self._end_early(name, batch, "expired")
 
-    def _end_early(self, name: str, batch: _Batch, how: How) -> list[Action]:
+    def _end_early(self, name: str, batch: _Batch, reason: EndReason) -> list[Action]:
         if batch.ends is not None:
             return []
-        batch.ends = how
-        stops: Iterable[Action] = [Stop(name, line) for line in batch.asked]
-        return [*stops, *self._ended(name, batch)]
+        batch.ends = reason
+        stops: Iterable[Action] = [Stop(name, line) for line in batch.running_lines]
+        return [*stops, *self._check_end(name, batch)]
 
-    def _ended(self, name: str, batch: _Batch) -> list[Action]:
-        """Return the Finalize of a batch that has ended, and forget the batch; [] before the end."""
+    def _check_end(self, name: str, batch: _Batch) -> list[Action]:
+        """Return the Finalize of an ended batch, and remove the batch; [] before the end."""
         waits = any(queue.pending or queue.paused for queue in batch.queues.values())
         if batch.busy or (batch.ends is None and waits):
             return []

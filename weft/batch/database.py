@@ -19,7 +19,7 @@ from typing import Any
 from weft.common.errors import ConfigError
 
 LEASE_S = 10.0
-"""Seconds after the last renewal in which no other API server takes the lease."""
+"""Seconds of a lease after its last renewal. No other API server takes the lease before."""
 BUSY_S = 10.0
 """Seconds for which a transaction waits for another process."""
 VERSION = 1
@@ -56,8 +56,8 @@ class BatchDatabase:
     """Connection of one process. Used from one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder; both are made if missing. Raises ConfigError for an unusable folder, and for a
-        folder of a later release."""
+        """Open the folder and the database. Makes missing ones. Raises ConfigError for an unusable folder,
+        and for a folder of a later release."""
         self.files = folder / "files"
         try:
             self.files.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ class BatchDatabase:
             raise ConfigError(f"--batch-dir cannot be used: {reason}", param="--batch-dir") from None
 
     def _add_models(self) -> None:
-        """Add the column of models to a table of an earlier release. Such lines have the model ""."""
+        """Add the column ``model`` to a table of an earlier release. Old lines have the model ""."""
         with self.transaction() as db:
             names = [row["name"] for row in db.execute("PRAGMA table_info(lines)")]
             if "model" not in names:
@@ -95,10 +95,10 @@ class BatchDatabase:
 
     @contextlib.contextmanager
     def transaction(self, holder: str | None = None) -> Iterator[sqlite3.Connection]:
-        """Hold the only right to write inside the context; commit at its end, or roll back after an
-        exception. ``holder``: raise LeaseLost unless the lease is the holder's.
+        """Open an exclusive write transaction. Commit at the end, or roll back after an exception.
 
-        A process that lost the lease while it was stopped can therefore write no byte of an output.
+        ``holder``: raise LeaseLost unless ``holder`` has the lease. A process that lost the lease during a
+        suspension therefore writes no byte of an output.
         """
         self.db.execute("BEGIN IMMEDIATE")
         try:
@@ -118,7 +118,7 @@ class BatchDatabase:
         return self.db.execute(query, values).fetchall()
 
     def row(self, query: str, *values: Any) -> sqlite3.Row | None:
-        """Return the first row of a query; None without one."""
+        """Return the first row of a query; None without rows."""
         found: sqlite3.Row | None = self.db.execute(query, values).fetchone()
         return found
 
@@ -127,7 +127,7 @@ class BatchDatabase:
     def take_lease(self, holder: str, now: float) -> bool:
         """Take or renew the lease. Return False while another holder has the lease.
 
-        A lease far in the future comes from a clock that was set back, and counts as ended.
+        A lease that ends more than ``2 * LEASE_S`` from now counts as ended: a clock was set back.
         """
         row = self.row("SELECT holder, until FROM lease")
         if row is not None and row["holder"] != holder and now < row["until"] <= now + 2 * LEASE_S:

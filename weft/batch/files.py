@@ -13,7 +13,7 @@ from weft.batch.database import BatchDatabase
 from weft.common.errors import Overloaded
 
 ORPHAN_S = 3600.0
-"""Age in seconds at which contents without a row are deleted: an upload that ended with its process."""
+"""Age in seconds at which contents without a row are deleted: the upload's process has ended."""
 
 
 class FileRow(NamedTuple):
@@ -50,7 +50,7 @@ class IncomingFile:
         self._file = -1
 
     def discard(self) -> None:
-        """Delete the contents. No effect on a kept file's row."""
+        """Delete the contents. The row of a kept file stays."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -83,9 +83,10 @@ class BatchFiles:
         retention: float | None = None,
         most: tuple[int, int] = (1 << 62, 1 << 62),
     ) -> FileRow:
-        """Add the row of a complete upload and return it; delete the contents after an error. ``retention``:
-        seconds; None for the default. ``most``: files and bytes that the owner may have. Raises Overloaded if
-        other uploads of the owner took the room meanwhile."""
+        """Add the row of a complete upload and return the row. After an error, delete the contents.
+
+        ``retention``: seconds; None for the default. ``most``: maximum (files, bytes) of the owner. Raises
+        Overloaded above the maximum."""
         try:
             incoming.flush()
             with self._base.transaction():
@@ -106,7 +107,7 @@ class BatchFiles:
     def add_row(
         self, id: str, owner: str, purpose: str, name: str, size: int, retention: float | None = None
     ) -> None:
-        """Add a row. In a transaction."""
+        """Add a row. Call in a transaction."""
         now = int(self._clock())
         keeps = self._retention if retention is None else min(retention, self._retention)
         self._base.db.execute(
@@ -157,15 +158,15 @@ class BatchFiles:
         return row["count"], row["bytes"] + grows["bytes"]
 
     def users(self, id: str) -> str | None:
-        """Return a batch that has not ended and reads the file; None without one."""
+        """Return the id of an unfinished batch that reads the file; None without such a batch."""
         row = self._base.row(
             "SELECT id FROM batches WHERE input = ? AND status IN ('validating', 'in_progress')", id
         )
         return None if row is None else str(row["id"])
 
     def delete(self, id: str) -> str | None:
-        """Delete a file and its row. Return a batch that has not ended and reads the file, and then delete
-        nothing; None after the deletion."""
+        """Delete a file and its row, and return None. If an unfinished batch reads the file, delete nothing
+        and return the id of the batch."""
         with self._base.transaction() as db:
             if (user := self.users(id)) is not None:
                 return user
@@ -174,7 +175,8 @@ class BatchFiles:
         return None
 
     def purge(self, used: set[str]) -> None:
-        """Delete expired files, and contents without a row, except ``used``. In a transaction."""
+        """Delete expired files, and contents without a row, except ``used``. Call in a transaction."""
+        # The files of a young upload have no row yet: see ORPHAN_S.
         rows = self._base.rows("SELECT id, expires FROM files")
         now = self._clock()
         ended = [row["id"] for row in rows if row["expires"] <= now and row["id"] not in used]

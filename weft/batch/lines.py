@@ -1,4 +1,4 @@
-"""Lines of a batch: their form, their checks, their order, their seeds and their output records."""
+"""Lines of a batch: format, checks, order, seeds and output records."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MOST_ID = 512
 MOST_ERRORS = 100
 """Maximum number of reported errors of a file."""
 MOST_BLANK = 20
-"""Maximum number of lines, blank ones included, for each line that a file may have."""
+"""Maximum lines including blank lines, per allowed line: at most this factor times ``Checks.most_lines``."""
 WINDOW = 2_000
-"""Number of lines that are sorted by their prompts."""
+"""Number of lines that are sorted together by prompt."""
 _KEY_BYTES = 4096
-"""Bytes of a prompt that count for the order."""
+"""Bytes of a prompt that are compared for the order."""
 
 
 class BatchLine(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class Place(NamedTuple):
     size: int
     custom_id: str
     model: str = ""
-    """Model that the line names."""
+    """Model of the line."""
 
 
 class Checks(NamedTuple):
@@ -70,7 +70,7 @@ class Checks(NamedTuple):
     """Route that every line must name; None for any of ``ENDPOINTS``."""
     has_model: Callable[[str], bool]
     default_model: str | None = None
-    """Model of a line without one; None if every line must name a model."""
+    """Model of a line without ``model``; None if every line must name a model."""
     most_lines: int = MOST_LINES
     most_line: int = 1 << 30
     """Maximum bytes of a line."""
@@ -84,10 +84,10 @@ def line_of(data: bytes) -> BatchLine:
 def read_places(file: BinaryIO, checks: Checks) -> tuple[list[Place], list[LineError]]:
     """Return (places in the order of the run, errors) of an input file.
 
-    The file is read once, line by line. At most ``MOST_ERRORS`` errors are reported, and then the reading
-    ends. Within each window of ``WINDOW`` lines, lines with a common beginning of their prompts follow each
-    other, so that the prefix cache of the engine finds the beginnings. Lines of one model follow each other
-    in the whole file, so that no model is loaded twice. Models come in the order of their first lines.
+    The file is read once, line by line. Reading stops after ``MOST_ERRORS`` errors. Within each window of
+    ``WINDOW`` lines, lines are sorted by prompt, so that the prefix cache of the engine finds common
+    prefixes. The lines of one model run together, so that no model is loaded twice. Models keep the order of
+    their first lines.
     """
     places: list[Place] = []
     errors: list[LineError] = []
@@ -109,7 +109,7 @@ def read_places(file: BinaryIO, checks: Checks) -> tuple[list[Place], list[LineE
         if isinstance(found, LineError):
             errors.append(found)
         elif data is not None:
-            # A valid line has a name of a model, or the default.
+            # ``_checked`` has checked that the line names a model, or that there is a default.
             model = str(model_of(found.body, checks.default_model or ""))
             model = names.setdefault(model, model)
             place = Place(number, start, len(data), found.custom_id, model)
@@ -123,8 +123,8 @@ def read_places(file: BinaryIO, checks: Checks) -> tuple[list[Place], list[LineE
             window = []
     places += _sorted(window)
     if len(names) > 1:
-        turn = {name: number for number, name in enumerate(names)}
-        places.sort(key=lambda place: turn[place.model])
+        order = {name: number for number, name in enumerate(names)}
+        places.sort(key=lambda place: order[place.model])
     if not places and not errors:
         errors.append(LineError("empty_file", "the file has no lines"))
     return places, errors
@@ -148,7 +148,7 @@ def _lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes | None]]:
 
 
 def model_of(body: dict[str, Any], default: Any) -> Any:
-    """Return the model that a body names; ``default`` without a model, and for null as in every API."""
+    """Return ``model`` of a body; ``default`` if missing or null."""
     model = body.get("model")
     return default if model is None else model
 
@@ -158,17 +158,17 @@ def _sorted(window: Sequence[tuple[bytes, Place]]) -> list[Place]:
 
 
 def prompt_key(body: dict[str, Any]) -> bytes:
-    """Return the beginning of the prompt as bytes. Prompts with a common beginning have near keys."""
+    """Return the beginning of the prompt as bytes, a sort key: prompts with a common prefix sort together."""
     parts = [body.get(name) for name in ("tools", "instructions", "messages", "prompt", "input", "query")]
     return msgspec.json.encode([part for part in parts if part is not None])[:_KEY_BYTES]
 
 
 def _checked(data: bytes, number: int, checks: Checks, known: set[str]) -> BatchLine | LineError:
-    """Return the line, or its first error. The id of a good line is added to ``known``.
+    """Return the line, or the first error. Adds the id of a valid line to ``known``.
 
-    Only the frame of the line is checked. The route checks the body when the line runs.
+    Of the body, only ``stream`` and ``model`` are checked. The route checks the rest when the line runs.
     """
-    # The order of the checks is the order in which a user mends a line: JSON, frame, id, route, body.
+    # Checks from the outside in, so that the first error is the first to correct: JSON, id, route, body.
     try:
         line = line_of(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -187,7 +187,7 @@ def _checked(data: bytes, number: int, checks: Checks, known: set[str]) -> Batch
     if line.url not in allowed:
         return wrong("invalid_url", f"url must be {' or '.join(allowed)}", "url")
     if line.body.get("stream"):
-        return wrong("stream_not_supported", "stream must be false: a batch has whole answers", "body.stream")
+        return wrong("stream_not_supported", "stream must be false in a batch", "body.stream")
     model = model_of(line.body, checks.default_model)
     if not isinstance(model, str) or not checks.has_model(model):
         return wrong("model_not_found", "the server does not serve this model", "body.model")
@@ -196,7 +196,7 @@ def _checked(data: bytes, number: int, checks: Checks, known: set[str]) -> Batch
 
 
 def line_seed(seed: int, custom_id: str) -> int:
-    """Return the seed of a line of a batch: the same in every attempt, below 2**63."""
+    """Return the seed of a line, below 2**63. Every attempt gets the same seed."""
     digest = hashlib.blake2b(custom_id.encode(), key=seed.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -204,8 +204,8 @@ def line_seed(seed: int, custom_id: str) -> int:
 def body_of(line: BatchLine, seed: int, default_model: str | None = None) -> bytes:
     """Return the body of the request of a line.
 
-    A line without a seed gets ``line_seed``, so that another attempt has the same output. Responses are not
-    stored unless the line says so.
+    A line without a seed gets ``line_seed``, so that every attempt has the same output. ``store`` of the
+    Responses API is false by default.
     """
     body = dict(line.body)
     if line.url in SEEDED and body.get("seed") is None:

@@ -1,7 +1,7 @@
-"""A batch from a file to a file: the output file is the log, so an interrupted run continues there.
+"""A batch from a file to a file. The output file is the log: a new start continues an interrupted run.
 
-An output record is complete when its line end is written. A record cut off by a crash is removed at the next
-start, and its line runs again.
+An output record is complete when its line end is written. The next start removes an incomplete record and
+runs the line again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from weft.batch.book import How
+from weft.batch.book import EndReason
 from weft.batch.lines import (
     RECORD_BEGIN,
     Checks,
@@ -36,7 +36,7 @@ OFFLINE = "offline"
 
 
 class _Known(msgspec.Struct):
-    """The part of an output record that a new start needs."""
+    """The fields of an output record that a new start reads."""
 
     custom_id: str
     method: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -44,12 +44,13 @@ class _Known(msgspec.Struct):
 
 
 class RecordLog:
-    """A file of output records, written at the end only. One process writes at a time."""
+    """An append-only file of output records. One process writes at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, which is made with mode 0600, and cut off an incomplete last record. Raises
-        ConfigError for a file that another process writes, or that has other contents than records, and then
-        leaves the file unchanged."""
+        """Open the file and cut off an incomplete last record. Makes a missing file with mode 0600.
+
+        Raises ConfigError, with the file unchanged, if another process writes the file or if the file has
+        other contents than records."""
         self.path = path
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -57,12 +58,12 @@ class RecordLog:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             os.close(self._file)
-            raise ConfigError(f"{path} is no regular file: the output is read again after an interruption")
+            raise ConfigError(f"{path} is not a regular file, so an interrupted run could not continue")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._file)
-            raise ConfigError(f"another process writes {path}; wait for its end") from None
+            raise ConfigError(f"another process writes {path}; wait until that process ends") from None
         self.ids: set[str] = set()
         """The ``custom_id`` of every record."""
         try:
@@ -92,7 +93,7 @@ class RecordLog:
         return end
 
     def _foreign(self) -> ConfigError:
-        return ConfigError(f"{self.path} has a line that is no output record; name a new file")
+        return ConfigError(f"{self.path} has a line that is not an output record; name a new file")
 
     def append(self, records: list[bytes]) -> None:
         """Write records durably. Raises ConfigError, for example for a full disk."""
@@ -105,8 +106,8 @@ class RecordLog:
             os.fdatasync(self._file)
         except OSError as error:
             raise ConfigError(
-                f"{self.path} cannot be written: {error.strerror}; make room, then run the command again to "
-                "continue"
+                f"{self.path} cannot be written: {error.strerror}; free disk space, then run the command "
+                "again to continue"
             ) from error
 
     def close(self) -> None:
@@ -114,8 +115,8 @@ class RecordLog:
         os.close(self._file)
 
 
-class OfflineDesk:
-    """Desk of one batch from a file to a file."""
+class OfflineStore:
+    """LineStore of one batch from a file to a file."""
 
     def __init__(
         self,
@@ -126,9 +127,10 @@ class OfflineDesk:
         seed: int,
         done: Callable[[bool], None],
     ) -> None:
-        """Read and check the input file. ``errors``: log of answers with another status than 200; None for
-        ``output``. ``seed``: seed of the batch. ``done``: called for each written line, with True for
-        status 200. The attribute ``problems`` has the errors of the file."""
+        """Read and check the input file. The attribute ``problems`` lists the errors of the file.
+
+        ``errors``: log of answers with another status than 200; None for ``output``. ``seed``: seed of the
+        batch. ``done``: called for each written line, with True for status 200."""
         places, self.problems = read_places(source, checks)
         self._places = {place.line: place for place in places}
         self._source, self._seed, self._done = source, seed, done
@@ -139,7 +141,7 @@ class OfflineDesk:
         """Number of lines with a record of an earlier run."""
         self.pending = tuple(place.line for place in places if place.custom_id not in written)
         """Lines to run, in order."""
-        self.ended: How | None = None
+        self.ended: EndReason | None = None
 
     async def request(self, batch: str, line: int) -> LineRequest:
         made = line_of(self._data(self._places[line]))
@@ -161,18 +163,18 @@ class OfflineDesk:
         for output in outputs:
             self._done(output.good)
 
-    async def finalize(self, batch: str, how: How) -> None:
-        self.ended = how
+    async def finalize(self, batch: str, reason: EndReason) -> None:
+        self.ended = reason
 
 
 def problem_text(error: LineError) -> str:
-    """Return one line for people about an error of an input file."""
+    """Return an error of an input file as one line of text."""
     where = "" if error.line is None else f"line {error.line}: "
     return where + error.message
 
 
 def compact(data: bytes) -> Any:
-    """Return the JSON of an answer of any server on one line; a text that is no JSON becomes a string."""
+    """Return an answer of any server as JSON on one line. Invalid JSON becomes an error object."""
     try:
         found = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

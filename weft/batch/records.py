@@ -1,4 +1,4 @@
-"""Output records in their files: written behind a committed end, compared with digests, and mended."""
+"""Output records in files: written after the committed end, compared with digests, and repaired."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.batch.database import BatchDatabase
 PENDING, COMPLETED, FAILED = 0, 1, 2
 """States of a line."""
 SLICE = 64 << 20
-"""Bytes of records that are compared at once."""
+"""Bytes of records compared between two yields of ``repaired``."""
 
 
 def digest_of(data: bytes) -> bytes:
@@ -21,7 +21,7 @@ def digest_of(data: bytes) -> bytes:
 
 
 def write_at(path: Path, at: int, pieces: Sequence[bytes]) -> None:
-    """Write bytes at a place of a file, made with mode 0600, and flush the file to the disk."""
+    """Write bytes at offset ``at`` and flush the file to the disk. Makes a missing file with mode 0600."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         data = memoryview(b"".join(pieces))
@@ -34,11 +34,11 @@ def write_at(path: Path, at: int, pieces: Sequence[bytes]) -> None:
         os.close(file)
 
 
-def mended(base: BatchDatabase, path: Path, batch: str, good: bool, holder: str) -> Iterator[int]:
-    """Remove the damaged records of one output file, and let their lines run again.
+def repaired(base: BatchDatabase, path: Path, batch: str, good: bool, holder: str) -> Iterator[int]:
+    """Remove the damaged records of one output file, and set their lines to pending.
 
-    Yields after every ``SLICE`` bytes of compared records, and once at the end: the number of damaged records
-    since the last yield. Memory is bounded by the largest record. Raises LeaseLost.
+    Yields the number of damaged records since the last yield, after every ``SLICE`` bytes of compared records
+    and at the end. Memory is bounded by the largest record. Raises LeaseLost.
     """
     damaged: set[int] = set()
     known = start = 0
@@ -102,7 +102,7 @@ def _remove(base: BatchDatabase, path: Path, place: tuple[str, bool, str], damag
         db.executemany("UPDATE lines SET at = ? WHERE batch = ? AND line = ?", moved)
         column, count = ("output_end", "completed") if good else ("error_end", "failed")
         db.execute(f"UPDATE batches SET {column} = ?, {count} = ? WHERE id = ?", (end, len(moved), batch))
-        # An end with all outputs begins again behind the lines.
+        # A batch that was ending as completed has pending lines again, so its end is taken back.
         db.execute(
             "UPDATE batches SET ends = NULL, status = 'in_progress' WHERE id = ? AND ends = 'completed'",
             (batch,),

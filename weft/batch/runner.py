@@ -1,4 +1,4 @@
-"""Runs the lines of batches: carries out the actions of a ``BatchBook`` with a desk and a server."""
+"""Run the lines of batches: carry out the actions of a ``BatchBook`` with a line store and a server."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import NamedTuple, Protocol
 from weft.batch.book import (
     Action,
     Answered,
-    Ask,
     BatchBook,
+    Capacity,
     Drained,
+    EndReason,
     Event,
     Finalize,
-    How,
     Interrupted,
     Record,
     Recorded,
-    Room,
+    StartLine,
     Tick,
 )
 from weft.batch.lines import BatchAnswer
@@ -30,7 +30,7 @@ from weft.common.log import get_logger
 log = get_logger(__name__)
 
 POLL_S = 0.05
-"""Seconds between two looks at the free room."""
+"""Maximum seconds between two reads of the free capacity."""
 MOST_GROUP = 256
 """Maximum number of outputs written at once."""
 
@@ -63,22 +63,22 @@ class LineLost(Exception):
 
 
 class LineBroken(Exception):
-    """The line cannot be sent. ``answer`` is its answer."""
+    """The line cannot be sent. ``answer`` is recorded as the answer of the line."""
 
     def __init__(self, answer: BatchAnswer) -> None:
         self.answer = answer
 
 
-class Desk(Protocol):
-    """The files of batches. Calls may wait for a disk."""
+class LineStore(Protocol):
+    """Storage of lines and outputs. Calls may wait for a disk."""
 
     async def request(self, batch: str, line: int) -> LineRequest:
-        """Return the request of a line. Raises LineBroken, or LineLost for a line that runs again later."""
+        """Return the request of a line. Raises LineBroken, or LineLost for a line to retry later."""
 
     async def record(self, outputs: list[LineOutput]) -> None:
-        """Write outputs. At the return the outputs are durable, and no later attempt can write them again."""
+        """Write outputs. On return the outputs are durable. A second output of a line is ignored."""
 
-    async def finalize(self, batch: str, how: How) -> None:
+    async def finalize(self, batch: str, reason: EndReason) -> None:
         """Write the records of undone lines, and end the batch."""
 
 
@@ -89,13 +89,15 @@ Send = Callable[[LineRequest], Awaitable[BatchAnswer]]
 class BatchRunner:
     """Runs all open batches of one book. Used from one event loop."""
 
-    def __init__(self, book: BatchBook, desk: Desk, send: Send, room: Callable[[str, int], int]) -> None:
-        """``room``: returns the number of further lines of a model that may run now, given the number of
-        sequences of the model's running lines."""
+    def __init__(
+        self, book: BatchBook, store: LineStore, send: Send, capacity: Callable[[str, int], int]
+    ) -> None:
+        """``capacity(model, sequences)``: number of further lines of ``model`` that may run now.
+        ``sequences``: sequences of the running lines of the model."""
         self.book = book
-        self._desk = desk
+        self._store = store
         self._send = send
-        self._room = room
+        self._capacity = capacity
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._finals: set[asyncio.Task[None]] = set()
         self._outputs: asyncio.Queue[LineOutput] = asyncio.Queue()
@@ -106,7 +108,7 @@ class BatchRunner:
         """Model -> estimated number of sequences of the running lines."""
 
     async def run(self, until: Callable[[], bool]) -> None:
-        """Run lines until ``until`` returns True, then stop all lines. Raises the first error of the desk or
+        """Run lines until ``until`` returns True, then stop all lines. Raises the first error of the store or
         of ``send``, except LineLost. Running lines are then lost."""
         writer = asyncio.create_task(self._write())
         try:
@@ -115,7 +117,7 @@ class BatchRunner:
                     raise self._failed
                 if writer.done():
                     writer.result()
-                self._look()
+                self._start_lines()
                 await self._pause()
         finally:
             ends = [writer, *self._tasks.values(), *self._finals]
@@ -123,13 +125,13 @@ class BatchRunner:
                 task.cancel()
             await asyncio.gather(*ends, return_exceptions=True)
 
-    def _look(self) -> None:
-        """Let the book end late batches, and start lines in the free room."""
-        # Not by `feed`, which wakes this loop: the loop would never wait.
+    def _start_lines(self) -> None:
+        """End batches after their deadline, and start lines up to the free capacity."""
+        # Without `feed`: `feed` wakes this loop, so the loop would never wait.
         self._carry_out(self.book.on(Tick(), time.monotonic()))
-        for model in self.book.waiting(time.monotonic()):
-            room = Room(self._room(model, self.sequences[model]), model)
-            self._carry_out(self.book.on(room, time.monotonic()), model)
+        for model in self.book.ready_models(time.monotonic()):
+            capacity = Capacity(self._capacity(model, self.sequences[model]), model)
+            self._carry_out(self.book.on(capacity, time.monotonic()), model)
 
     def stop_lines(self, model: str) -> None:
         """Stop the running lines of a model that drains. The lines run again later."""
@@ -143,20 +145,20 @@ class BatchRunner:
         self._wake.clear()
 
     def feed(self, event: Event) -> None:
-        """Give an event to the book, and carry out the actions."""
+        """Apply an event to the book, and carry out the actions."""
         self._carry_out(self.book.on(event, time.monotonic()))
         self._wake.set()
 
     def _carry_out(self, actions: Iterable[Action], model: str = "") -> None:
-        """Begin each action. ``model``: model of the lines to start."""
+        """Start each action. ``model``: model of the lines to start."""
         for action in actions:
             if isinstance(action, Finalize):
                 task = asyncio.create_task(self._finalize(action))
                 self._finals.add(task)
                 continue
             key = (action.batch, action.line)
-            if isinstance(action, Ask):
-                # Counts at once: the request may come late, and the next look at the room must not wait.
+            if isinstance(action, StartLine):
+                # Count one sequence now: the store may return the request late.
                 self.sequences[model] += 1
                 self._tasks[key] = asyncio.create_task(self._run_line(*key, model))
             elif isinstance(action, Record):
@@ -172,7 +174,7 @@ class BatchRunner:
         weight = 1
         try:
             try:
-                request = await self._desk.request(batch, line)
+                request = await self._store.request(batch, line)
                 self.sequences[model] += request.sequences - weight
                 weight = request.sequences
                 answer = await self._send(request)
@@ -188,11 +190,11 @@ class BatchRunner:
             self.sequences[model] -= weight
             del self._tasks[batch, line]
             self.feed(event)
-            self._answers.pop((batch, line), None)  # an answer that the book did not want
+            self._answers.pop((batch, line), None)  # the book did not record the answer
 
     async def _finalize(self, action: Finalize) -> None:
         try:
-            await self._desk.finalize(action.batch, action.how)
+            await self._store.finalize(action.batch, action.reason)
         except Exception as error:
             self._failed = error
         finally:
@@ -200,12 +202,12 @@ class BatchRunner:
             self._wake.set()
 
     async def _write(self) -> None:
-        """Write outputs in groups, and report each to the book. Ends with the first error of the desk."""
+        """Write outputs in groups, and report each to the book. Ends with the first error of the store."""
         while True:
             group = [await self._outputs.get()]
             while len(group) < MOST_GROUP and not self._outputs.empty():
                 group.append(self._outputs.get_nowait())
-            await self._desk.record(group)
+            await self._store.record(group)
             for output in group:
                 self.feed(Recorded(output.batch, output.line))
 

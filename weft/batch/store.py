@@ -1,9 +1,9 @@
 """Batches and their lines on disk, with every output exactly once.
 
-A line is done when its record is in the output file and its row says so. Both are written under one
-transaction: the record is written behind the committed end of the file and flushed, then the row and the new
-end are committed. After a crash in between, the bytes behind the committed end are overwritten, and the line
-runs again with the same seed. Each row has the digest of its record.
+A line is done when its record is in the output file and the state in its row is set. One transaction does
+both: write the record after the committed end of the file, flush, then commit the row and the new end. After
+a crash in between, the line runs again with the same seed, and the new record overwrites the bytes after the
+committed end. Each row has the digest of its record.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from weft.batch.book import How
+from weft.batch.book import EndReason
 from weft.batch.database import BatchDatabase, LeaseLost
 from weft.batch.files import BatchFiles
 from weft.batch.lines import (
@@ -29,7 +29,7 @@ from weft.batch.lines import (
     record_of,
     undone_record,
 )
-from weft.batch.records import COMPLETED, FAILED, digest_of, mended, write_at
+from weft.batch.records import COMPLETED, FAILED, digest_of, repaired, write_at
 from weft.batch.runner import LineOutput
 from weft.common.errors import ErrorInfo
 
@@ -39,7 +39,7 @@ STATUSES = (*ACTIVE, *ENDED)
 _ACTIVE_SQL = "('validating', 'in_progress', 'finalizing', 'cancelling')"
 DAY = 24 * 3600
 MOST_ENDED = 10_000
-"""Maximum number of ended batches of a key that are kept."""
+"""Maximum number of retained ended batches of a key."""
 _CHUNK = 1000
 _UNDONE = {
     "expired": ErrorInfo(
@@ -59,8 +59,8 @@ class BatchRow(NamedTuple):
     metadata: dict[str, str] | None
     status: str
     seed: int
-    ends: How | None
-    """Last status, once the end has begun."""
+    ends: EndReason | None
+    """Final status, set when the end begins."""
     errors: list[dict[str, Any]]
     created: int
     expires: int
@@ -102,10 +102,10 @@ class BatchStore:
         metadata: dict[str, str] | None,
         most_open: int = 1 << 31,
     ) -> str | None:
-        """Add a batch with status validating and return its id; None if the owner has ``most_open`` batches
-        that have not ended. The caller has checked the input file.
+        """Add a batch with status validating and return the id; None if the owner has ``most_open`` active
+        batches. The caller has checked that the input file exists.
 
-        The owner's ended batches beyond the last ``MOST_ENDED`` are forgotten; their output files stay.
+        Deletes the owner's ended batches beyond the last ``MOST_ENDED``. Their output files stay.
         """
         made = secrets.token_hex(12)
         now = int(self._clock())
@@ -164,7 +164,7 @@ class BatchStore:
         return True
 
     def load(self, owner: str) -> tuple[int, int]:
-        """Return (batches that have not ended, their lines without an output) of an owner."""
+        """Return (number of active batches, number of their lines without an output) of an owner."""
         row = self._base.row(
             "SELECT COUNT(*) AS batches, COALESCE(SUM(total - completed - failed), 0) AS lines FROM batches"
             f" WHERE owner = ? AND status IN {_ACTIVE_SQL}",
@@ -179,7 +179,7 @@ class BatchStore:
         return dict.fromkeys(STATUSES, 0) | {row["status"]: row["count"] for row in rows}
 
     def oldest(self) -> float:
-        """Return the seconds since the creation of the oldest batch that has not ended; 0 without one."""
+        """Return the age in seconds of the oldest active batch; 0 without active batches."""
         row = self._base.row(f"SELECT MIN(created) AS first FROM batches WHERE status IN {_ACTIVE_SQL}")
         first = None if row is None else row["first"]
         return 0.0 if first is None else max(self._clock() - first, 0.0)
@@ -187,13 +187,13 @@ class BatchStore:
     # -- the holder of the lease
 
     def active(self) -> Sequence[BatchRow]:
-        """Return the batches that have not ended, oldest first."""
+        """Return the active batches, oldest first."""
         query = f"SELECT * FROM batches WHERE status IN {_ACTIVE_SQL} ORDER BY number"
         return [_batch(row) for row in self._base.rows(query)]
 
     def validate(self, batch: str, checks: Checks, room: int) -> None:
-        """Check the input file of a batch, and set the status in_progress with all lines, or failed with the
-        errors. ``room``: maximum number of lines."""
+        """Check the input file of a batch. Set the status in_progress and add all lines, or set the status
+        failed with the errors. ``room``: maximum number of lines."""
         row = self.get(batch)
         if row is None or row.status != "validating":
             return
@@ -234,7 +234,7 @@ class BatchStore:
         return tuple(row["line"] for row in self._base.rows(query, batch))
 
     def models(self, batch: str) -> dict[int, str]:
-        """Return line -> name of its model, of the lines without an output."""
+        """Return line -> model, for the lines without an output."""
         query = "SELECT line, model FROM lines WHERE batch = ? AND state = 0"
         found = {row["line"]: row["model"] for row in self._base.rows(query, batch)}
         for line, name in found.items():
@@ -256,7 +256,7 @@ class BatchStore:
             return line_of(os.pread(file.fileno(), row["size"], row["start"]))
 
     def record(self, outputs: Sequence[LineOutput]) -> None:
-        """Write the outputs of lines that have none yet. Durable at the return. Raises LeaseLost."""
+        """Write outputs, durable on return. Lines with an output are skipped. Raises LeaseLost."""
         with self._base.transaction(self.holder):
             for batch in dict.fromkeys(output.batch for output in outputs):
                 mine = {output.line: output for output in outputs if output.batch == batch}
@@ -274,18 +274,18 @@ class BatchStore:
                     ],
                 )
 
-    def finalize(self, batch: str, how: How) -> None:
-        """End a batch. Undone lines get records in the error file. Continues after a crash at any place.
-        Raises LeaseLost."""
+    def finalize(self, batch: str, reason: EndReason) -> None:
+        """End a batch. Lines without an output get a record in the error file. A call after a crash
+        continues the end. Raises LeaseLost."""
         row = self.get(batch)
         if row is None or row.status in ENDED:
             return
-        how = row.ends or ("cancelled" if row.status == "cancelling" else how)
+        reason = row.ends or ("cancelled" if row.status == "cancelling" else reason)
         if row.ends is None:
             with self._base.transaction(self.holder) as db:
-                if how == "completed" and self.pending(batch):
-                    raise LeaseLost  # another holder has mended the batch meanwhile
-                db.execute("UPDATE batches SET ends = ? WHERE id = ?", (how, batch))
+                if reason == "completed" and self.pending(batch):
+                    raise LeaseLost  # another holder has repaired the batch meanwhile
+                db.execute("UPDATE batches SET ends = ? WHERE id = ?", (reason, batch))
                 if row.status == "in_progress":
                     self._set(row, "finalizing")
         while True:
@@ -297,18 +297,18 @@ class BatchStore:
                 self._append(
                     batch,
                     [
-                        _Written(r["line"], False, undone_record(batch, r["custom_id"], _UNDONE[how]))
+                        _Written(r["line"], False, undone_record(batch, r["custom_id"], _UNDONE[reason]))
                         for r in undone
                     ],
                 )
                 if undone:
                     continue
-                self._close(batch, how)
+                self._close(batch, reason)
                 db.execute("DELETE FROM lines WHERE batch = ?", (batch,))
                 return
 
-    def _close(self, batch: str, how: How) -> None:
-        """Cut the output files at their committed ends, add their rows, and set the last status. In a
+    def _close(self, batch: str, reason: EndReason) -> None:
+        """Cut the output files at their committed ends, add their rows, and set the final status. Call in a
         transaction."""
         row = self.get(batch)
         assert row is not None
@@ -320,10 +320,11 @@ class BatchStore:
                 )
             else:
                 self._files.path(name).unlink(missing_ok=True)
-        self._set(row, how)
+        self._set(row, reason)
 
     def _append(self, batch: str, records: Sequence[_Written]) -> None:
-        """Write records behind the committed ends, flush, and update rows and ends. In a transaction."""
+        """Write records after the committed ends, flush, and update rows and ends. Call in a transaction."""
+        # The bytes are on the disk before the commit, so a committed row always has its record.
         row = self.get(batch)
         if row is None or not records:
             return
@@ -348,17 +349,17 @@ class BatchStore:
                 (end, len(mine), batch),
             )
 
-    def mending(self, batch: str) -> Iterator[int]:
-        """Compare each record of a batch with its digest, and let the lines of damaged records run again.
+    def repair(self, batch: str) -> Iterator[int]:
+        """Compare each record of a batch with its digest, and set the lines of damaged records to pending.
 
-        Yields a number of damaged records after some records, so that the caller can do other work
-        in between. Raises LeaseLost.
+        Yields numbers of damaged records, so that the caller can do other work in between: see ``repaired``.
+        Raises LeaseLost.
         """
         row = self.get(batch)
         if row is None:
             return
         for good, name in ((True, row.output), (False, row.error)):
-            yield from mended(self._base, self._files.path(name), batch, good, self.holder)
+            yield from repaired(self._base, self._files.path(name), batch, good, self.holder)
 
     def purge(self, retention: float) -> None:
         """Delete batches and files whose retention has ended. Raises LeaseLost."""
@@ -372,7 +373,7 @@ class BatchStore:
             self._files.purge(set(used))
 
     def _set(self, row: BatchRow, status: str) -> None:
-        """Set the status of a batch, and its time. In a transaction."""
+        """Set the status of a batch, and its time. Call in a transaction."""
         current = self.get(row.id)
         times = {**(row if current is None else current).times, status: int(self._clock())}
         self._base.db.execute(

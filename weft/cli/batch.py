@@ -21,7 +21,7 @@ from weft.config.flags import SETTINGS
 
 if TYPE_CHECKING:
     from weft.batch.lines import BatchAnswer
-    from weft.batch.offline import OfflineDesk, RecordLog
+    from weft.batch.offline import OfflineStore, RecordLog
     from weft.batch.runner import LineRequest
 
 SILENCE_S = 60.0
@@ -128,7 +128,7 @@ async def _run(
     """Run all pending lines. Return the exit status."""
     from weft.batch.book import BatchBook, OpenBatch
     from weft.batch.lines import Checks
-    from weft.batch.offline import OFFLINE, OfflineDesk
+    from weft.batch.offline import OFFLINE, OfflineStore
     from weft.batch.runner import BatchRunner
     from weft.common.progress import progress_bar
 
@@ -141,26 +141,26 @@ async def _run(
             counts[good] += 1
             bar.update()
 
-        desk = OfflineDesk(file, checks, output, failed, seed, done)
-        _report(desk)
-        with progress_bar(total=desk.finished + len(desk.pending), title="batch", unit="line") as bar:
-            bar.update(desk.finished)
+        store = OfflineStore(file, checks, output, failed, seed, done)
+        _report(store)
+        with progress_bar(total=store.finished + len(store.pending), title="batch", unit="line") as bar:
+            bar.update(store.finished)
             book = BatchBook()
-            runner = BatchRunner(book, desk, client.send, lambda model, mine: concurrency - book.running)
-            runner.feed(OpenBatch(batch=OFFLINE, lines=desk.pending))
+            runner = BatchRunner(book, store, client.send, lambda model, mine: concurrency - book.running)
+            runner.feed(OpenBatch(batch=OFFLINE, lines=store.pending))
             await runner.run(lambda: runner.idle)
-    text = f"{counts[True]} lines answered, {counts[False]} failed, {desk.finished} from an earlier run"
+    text = f"{counts[True]} lines answered, {counts[False]} failed, {store.finished} from an earlier run"
     click.echo(f"batch: {text}", err=True)
     return 1 if counts[False] else 0
 
 
-def _report(desk: OfflineDesk) -> None:
+def _report(store: OfflineStore) -> None:
     """Raise ConfigError with the first errors of the input file, if it has any."""
     from weft.batch.offline import problem_text
 
-    if desk.problems:
-        shown = [problem_text(error) for error in desk.problems[:MOST_SHOWN]]
-        more = len(desk.problems) - len(shown)
+    if store.problems:
+        shown = [problem_text(error) for error in store.problems[:MOST_SHOWN]]
+        more = len(store.problems) - len(shown)
         rest = [f"and {more} more"] if more else []
         raise ConfigError("the input file has errors; no line ran:\n  " + "\n  ".join([*shown, *rest]))
 
@@ -238,10 +238,10 @@ class _Client:
 
     def _note(self, status: int, body: bytes) -> None:
         """Print a refusal for lack of room after each ``SILENCE_S`` seconds without another answer."""
-        from weft.batch.book import LACKS_ROOM
+        from weft.batch.book import NO_CAPACITY
 
         now = time.monotonic()
-        if status in LACKS_ROOM:
+        if status in NO_CAPACITY:
             if now - self._shown < SILENCE_S:
                 return
             text = body.decode("utf-8", "replace")

@@ -15,10 +15,10 @@ _ARENAS = 2
 
 
 def keep_heap_small() -> None:
-    """Make glibc map large allocations separately, to return the memory when freed.
+    """Make glibc map large allocations separately, so that freed memory returns to the system.
 
-    Does nothing without glibc. By default glibc raises the mapping threshold, up to 32 MiB, whenever a
-    mapping is freed. Then request bodies lie in the heap and fragment the heap. Call before threads start.
+    Does nothing without glibc. By default glibc raises the mapping threshold, up to 32 MiB, after each freed
+    mapping. Request bodies are then allocated in the heap and fragment the heap. Call before threads start.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
@@ -47,14 +47,12 @@ class _Info(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Return the bytes allocated from the C library, or the resident bytes where glibc does not report the
-    number.
-    """
+    """Return the bytes allocated from the C library; without glibc 2.33, the resident bytes."""
     try:
-        ask = ctypes.CDLL(None).mallinfo2
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * mmap.PAGESIZE
-    ask.restype = _Info
-    info = ask()
+    mallinfo2.restype = _Info
+    info = mallinfo2()
     return int(info.uordblks) + int(info.hblkhd)

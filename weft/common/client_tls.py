@@ -1,6 +1,4 @@
-"""Settings of Weft's own HTTP clients: keys, URLs, trusted authorities, certificates, and no proxy for local
-servers.
-"""
+"""Settings of Weft's own HTTP clients: keys, URLs, proxies, trusted authorities and certificates."""
 
 from __future__ import annotations
 
@@ -18,20 +16,20 @@ class ClientOptions(TypedDict):
 
     verify: ssl.SSLContext | bool
     trust_env: bool
-    """Whether the proxies of the environment are used."""
+    """True to use the proxies of the environment."""
 
 
 def key_headers(key: str | None) -> dict[str, str]:
     """Return the header with an API key or admin key; {} without a key.
 
-    Raise ConfigError for a key that no header can hold.
+    Raise ConfigError for a key that is not valid in a header.
     """
     if not key:
         return {}
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(
-            "the key of the server has characters that are not printable ASCII, so no HTTP header can "
-            "hold the key: copy the key again"
+            "the key of the server has characters that are not printable ASCII, which an HTTP header cannot "
+            "contain: copy the key again"
         )
     return {"Authorization": f"Bearer {key}"}
 
@@ -44,9 +42,11 @@ def check_url(url: str) -> None:
         parts = urlsplit(url)
         found = parts.port != 0 and parts.hostname and httpx.URL(url).host
     except (httpx.InvalidURL, ValueError) as error:
-        raise ConfigError(f"{url[:200]} is no URL: {error}", param="--url") from None
+        raise ConfigError(f"{url[:200]} is not a URL: {error}", param="--url") from None
     if not found:
-        raise ConfigError(f"{url[:200]} is no URL: give a URL such as http://127.0.0.1:8000", param="--url")
+        raise ConfigError(
+            f"{url[:200]} is not a URL: give a URL such as http://127.0.0.1:8000", param="--url"
+        )
 
 
 def versioned_url(url: str, flag: str = "--url") -> str:
@@ -67,8 +67,7 @@ def is_local(url: str) -> bool:
 def client_options(url: str, client_cert: str | None = None) -> ClientOptions:
     """Return httpx's options for requests to ``url``. Arguments as for ``verification``.
 
-    Raise ConfigError for a text that is no URL and for an unusable proxy of the environment, and the errors
-    of ``verification``.
+    Raise ConfigError for an invalid URL, for an unusable proxy of the environment, and as ``verification``.
     """
     check_url(url)
     if not is_local(url):
@@ -93,9 +92,8 @@ def _check_proxies() -> None:
 def verification(url: str, client_cert: str | None = None) -> ssl.SSLContext | bool:
     """Return the value of httpx's ``verify`` for ``url``: a context for https, True for other URLs.
 
-    SSL_CERT_FILE and SSL_CERT_DIR name the trusted authorities, also for loopback hosts, for which clients
-    ignore the proxies of the environment. ``client_cert``: PEM file with a certificate and its key. Raise
-    ConfigError for an unusable file.
+    SSL_CERT_FILE and SSL_CERT_DIR name the trusted authorities, also for loopback hosts. ``client_cert``: PEM
+    file with a certificate and its key. Raise ConfigError for an unusable file.
     """
     if not url.lower().startswith("https://"):
         return True
@@ -117,7 +115,7 @@ def _load_pair(context: ssl.SSLContext, file: str) -> None:
     def password() -> str:
         nonlocal encrypted
         encrypted = True
-        return ""  # without this function OpenSSL would ask at the terminal
+        return ""  # without a password function, OpenSSL prompts on the terminal
 
     try:
         context.load_cert_chain(file, password=password)

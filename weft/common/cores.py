@@ -48,17 +48,15 @@ def cpu_quota(membership: Path, mount: Path) -> float | None:
 
 
 def _upwards(root: Path, path: str) -> list[Path]:
-    """Return the group's folder and its ancestors up to the root. A container may see only the root, as the
-    container's group.
+    """Return the folder of cgroup ``path`` and its ancestors up to ``root``. Inside a container, ``root`` may
+    be the container's cgroup.
     """
     folder = root / path.strip("/")
     return [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
 
 
 def _quota(*files: Path) -> float | None:
-    """Return quota over period from the numbers in ``files``, in order. None for no quota or unreadable
-    files.
-    """
+    """Return quota / period from the two numbers in ``files``; None for no quota or unreadable files."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (int(word) for file in files for word in file.read_text().split())
         if quota > 0 and period > 0:

@@ -1,5 +1,4 @@
-"""Log lines for events caused at will by peers: the first event is logged at once, further events are
-counted.
+"""Rate-limited log for events that peers can cause at will: log the first event, count further events.
 
     12:00:01 W .. a connection for transfers was refused: a peer speaks version 3
     12:01:01 W .. 693 more times; the last one: a connection for transfers was refused: there is no proof
@@ -21,8 +20,8 @@ MOST_KINDS = 64
 _OTHERS = "other events"
 
 
-class Sum(NamedTuple):
-    """A count of events of one kind that were not logged at once."""
+class EventCount(NamedTuple):
+    """Number of events of one kind that were not logged at once."""
 
     kind: str
     times: int
@@ -31,15 +30,13 @@ class Sum(NamedTuple):
 
 
 class Tally:
-    """Decides which events are logged at once, and counts the other events. Times are seconds of one
-    clock.
-    """
+    """Decides which events are logged at once, and counts the other events. Times are in seconds."""
 
     def __init__(self, window: float = WINDOW_S) -> None:
         self._window = window
         self._until: dict[str, float] = {}
         """Kind -> end of the kind's window."""
-        self._sums: dict[str, Sum] = {}
+        self._sums: dict[str, EventCount] = {}
 
     def add(self, kind: str, text: str, now: float) -> bool:
         """Record an event. Return True if the event must be logged now, False if the event was counted."""
@@ -49,13 +46,12 @@ class Tally:
             self._until[kind] = now + self._window
             return True
         before = self._sums.get(kind)
-        self._sums[kind] = Sum(kind, 1 if before is None else before.times + 1, text)
+        self._sums[kind] = EventCount(kind, 1 if before is None else before.times + 1, text)
         return False
 
-    def due(self, now: float) -> list[Sum]:
-        """Remove and return the counts with an expired window. The next window of the counted kinds begins
-        now.
-        """
+    def due(self, now: float) -> list[EventCount]:
+        """Remove and return the counts with an expired window. A new window of each kind begins at
+        ``now``."""
         over = [kind for kind in self._sums if now >= self._until[kind]]
         for kind in over:
             self._until[kind] = now + self._window
@@ -75,17 +71,17 @@ class CountedLog:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
-    def say(self, kind: str, *arguments: object) -> None:
+    def warn(self, kind: str, *arguments: object) -> None:
         """Log ``kind % arguments`` as a warning, or count the event.
 
         Events with an equal ``kind`` are counted together. The first count sets a timer for ``flush``.
         """
         text = kind % arguments
         with self._lock:
-            told = self._tally.add(kind, text, time.monotonic())
-            if not told and self._timer is None:
+            log_now = self._tally.add(kind, text, time.monotonic())
+            if not log_now and self._timer is None:
                 self._wait()
-        if told:
+        if log_now:
             self._logger.warning("%s", text)
 
     def flush(self) -> None:

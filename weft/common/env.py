@@ -1,4 +1,4 @@
-"""Every environment variable that Weft reads. Infrastructure only; settings are flags."""
+"""Every environment variable that Weft reads. Settings of the server are flags, not variables."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ _INFINIBAND = Path("/sys/class/infiniband")
 #: name -> meaning. A test fails when Weft reads an unlisted variable.
 VARIABLES = {
     "WEFT_LOG_LEVEL": "debug, info, warning or error; the default of --log-level",
-    "WEFT_API_KEY": "key(s) that clients of weft serve must send, separated by commas; --api-key wins",
-    "WEFT_CHAT_API_KEY": "the key that weft chat sends; --api-key wins",
-    "XDG_STATE_HOME": "under which weft chat keeps its history; ~/.local/state by default",
-    "XDG_CACHE_HOME": "under which a GGUF file's small files are kept; ~/.cache by default",
-    "WEFT_ADMIN_KEY": "key(s) of the routes that control the server, separated by commas; --admin-key wins",
-    "WEFT_DIRECTORY": "where weft engine and weft front meet; --directory wins",
-    "WEFT_ADVERTISE": "address of this host for other hosts, for weft engine; --advertise wins",
-    "KUBERNETES_SERVICE_HOST": "the API server of Kubernetes, set in each pod, for --directory kubernetes:",
-    "KUBERNETES_SERVICE_PORT": "its port",
-    "WEFT_CORE_DUMPS": "1 leaves core dumps on in child processes",
-    "WEFT_OPS_CACHE": "where weft build-ops keeps the C++ operations; ~/.cache/weft/ops by default",
-    "WEFT_DISABLE_CPU_OPS": "1 runs torch's operations in place of the C++ ones",
+    "WEFT_API_KEY": "key(s) that clients must send, separated by commas; --api-key takes precedence",
+    "WEFT_CHAT_API_KEY": "the key that weft chat sends; --api-key takes precedence",
+    "XDG_STATE_HOME": "parent folder of the history of weft chat; ~/.local/state by default",
+    "XDG_CACHE_HOME": "parent folder of Weft's cache; ~/.cache by default",
+    "WEFT_ADMIN_KEY": "key(s) of the admin routes, separated by commas; --admin-key takes precedence",
+    "WEFT_DIRECTORY": "directory of engines and API servers; --directory takes precedence",
+    "WEFT_ADVERTISE": "address of weft engine for other hosts; --advertise takes precedence",
+    "KUBERNETES_SERVICE_HOST": "Kubernetes' API server, set in each pod; for --directory kubernetes:",
+    "KUBERNETES_SERVICE_PORT": "port of Kubernetes' API server",
+    "WEFT_CORE_DUMPS": "1 allows core dumps of child processes",
+    "WEFT_OPS_CACHE": "folder of compiled C++ operations; ~/.cache/weft/ops by default",
+    "WEFT_DISABLE_CPU_OPS": "1 uses torch's operations instead of the C++ operations",
     "WEFT_CPU_LEVEL": "build and load the C++ operations of this level (avx2, avx512, ..): for tests",
-    "WEFT_PROBE_SECONDS": "seconds for the probe of a class of transformers; 600 by default",
-    "WEFT_PROBE_MEMORY": "memory that this probe may allocate, for example 8GiB; 4GiB by default",
-    "WEFT_LINK_DELAY_MS": "every collective of a rank ends so much later: a slow network, for benchmarks",
+    "WEFT_PROBE_SECONDS": "maximum seconds of the probe of a class of transformers; 600 by default",
+    "WEFT_PROBE_MEMORY": "maximum memory of the probe, for example 8GiB; 4GiB by default",
+    "WEFT_LINK_DELAY_MS": "delay of every collective, which simulates a slow network: for benchmarks",
     "WEFT_STAGED_POOLS": "1 sends caches between groups as if they were on a GPU: for tests and benchmarks",
-    "CUDA_VISIBLE_DEVICES": "the GPUs that may be used; of those each rank of a host gets one",
+    "CUDA_VISIBLE_DEVICES": "the GPUs that may be used; each rank of a host gets one of these GPUs",
     "ONEDNN_MAX_CPU_ISA": "instructions that torch's products may use; part of the name of caches on disk",
     "MKL_CBWR": "code path of MKL; part of the name of caches on disk",
     "CXX": "the C++ compiler of weft build-ops",
-    "OMP_NUM_THREADS": "most CPU threads of an engine, also when more cores become usable",
-    "GOMP_SPINCOUNT": "turns that waiting CPU threads spin; by default those of about 20 us",
-    "OMP_WAIT_POLICY": "active or passive: how waiting CPU threads wait, in place of the default above",
-    "OTEL_EXPORTER_OTLP_ENDPOINT": "URL of a collector that gets request traces, if no flag names one",
-    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "the same, with the path; wins over the variable before",
-    "OTEL_EXPORTER_OTLP_PROTOCOL": "other values than http/protobuf ignore the two variables before",
-    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "the same; wins over the variable before",
-    "OTEL_TRACES_EXPORTER": "none ignores the variables of the collector",
-    "OTEL_SDK_DISABLED": "true ignores the variables of the collector",
+    "OMP_NUM_THREADS": "maximum CPU threads of an engine, also when more cores become usable",
+    "GOMP_SPINCOUNT": "spin count of waiting CPU threads; the default spins for about 20 us",
+    "OMP_WAIT_POLICY": "active or passive: wait policy of CPU threads, instead of GOMP_SPINCOUNT",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "collector of request traces; --otlp-traces-endpoint takes precedence",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "the collector's full URL for traces; takes precedence",
+    "OTEL_EXPORTER_OTLP_PROTOCOL": "values except http/protobuf turn both endpoints off",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "the protocol for traces; takes precedence",
+    "OTEL_TRACES_EXPORTER": "none turns the endpoints of the environment off",
+    "OTEL_SDK_DISABLED": "true turns the endpoints of the environment off",
     "AWS_ENDPOINT_URL": "the object store of --kv-remote s3://..; http: allows requests without TLS",
     "HF_HUB_OFFLINE": "1 forbids the hub client to use the network",
 }
@@ -66,7 +66,7 @@ def is_set(name: str) -> bool:
 
 
 def spin_briefly() -> None:
-    """Make waiting OpenMP threads sleep soon, unless the user has set how threads wait. Call before torch is
+    """Make waiting OpenMP threads sleep soon, unless the user has set a wait policy. Call before torch is
     imported.
 
     By default the threads spin for milliseconds. With one other busy process on two cores, a decode step took
@@ -101,8 +101,8 @@ def prepare_nccl(one_host: bool) -> None:
 
 
 def prepare_ucx() -> None:
-    """Keep UCX from loading its InfiniBand modules on a host without such a network, unless the user has set
-    the modules. With the system's verbs libraries but without a device, the process crashes at its end.
+    """Disable UCX's InfiniBand modules on a host without InfiniBand, unless the user has set the modules. The
+    modules would crash the process at exit if verbs libraries are installed without a device.
     """
     if not (_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())):
         os.environ.setdefault("UCX_MODULES", "^ib")

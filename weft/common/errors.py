@@ -1,4 +1,4 @@
-"""The error tree. Every failure reported to a client or another process is an error of the tree below.
+"""The error tree. Every failure that is reported to a client or another process belongs to the tree.
 
     WeftError
     ├── InvalidRequest 400 ── ContextLength 400
@@ -35,7 +35,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class WeftError(Exception):
     """Base of all errors of the engine.
 
-    ``message`` names what to change and contains no path, address, repr or traceback. ``param`` is the
+    ``message`` names the remedy and contains no path, address, repr or traceback. ``param`` is the
     request parameter or flag at fault, or None.
     """
 
@@ -150,7 +150,7 @@ class HeaderTooLarge(WeftError):
 
 
 class Cancelled(WeftError):
-    """The client went away."""
+    """The client has disconnected or cancelled the request."""
 
     code = "cancelled"
     blame = "client"
@@ -178,7 +178,7 @@ class ImageFailed(WeftError):
 
 
 class Unavailable(WeftError):
-    """No healthy engine process exists, or the server drains. Sent with Retry-After."""
+    """No healthy engine exists, or the server drains. Sent with Retry-After."""
 
     code = "unavailable"
     blame = "capacity"
@@ -198,7 +198,7 @@ class TransportFailed(Unavailable):
     code = "transport_failed"
 
 
-class NoWay(WeftError):
+class NoCommonTransport(WeftError):
     """The two engines of a transfer have no usable transport in common."""
 
     code, blame = "no_transport", "peer"

@@ -1,7 +1,7 @@
 """Private folders for sockets and files of one user, and the removal of abandoned private folders.
 
-The creator of a folder holds a lock on a file inside until the end of the process, whatever the cause. So an
-acquired lock proves the death of the owner. A folder without the lock file proves nothing and stays.
+The owner of a folder locks a file inside. The kernel releases the lock at the end of the process. Whoever can
+take the lock may therefore remove the folder. A folder without the lock file is never removed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _NAME = re.compile(re.escape(_PREFIX) + r"[a-z0-9_]{8}")
 """Names made by mkdtemp from the prefix."""
 _LOCK = "owner.lock"
 NO_HOME = Path(os.devnull, "no-home-folder")
-"""Path that cannot exist. A cache below is a cache that cannot be written, and messages show the path."""
-_held: dict[Path, int] = {}
-"""Folder of the process -> descriptor of the lock; exec closes the descriptor."""
+"""Path that cannot exist: a cache folder below cannot be written, and error messages show the path."""
+_locks: dict[Path, int] = {}
+"""Folder of this process -> descriptor of its lock file (close-on-exec)."""
 
 
 def home_folder() -> Path:
@@ -85,16 +85,16 @@ def private_folder() -> Path:
         folder.rmdir()
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
     with contextlib.suppress(OSError):  # a file system without locks: no later process can remove the folder
-        _hold(folder)
+        _lock(folder)
     _sweep(folder.parent)
     return folder
 
 
-def _hold(folder: Path) -> None:
+def _lock(folder: Path) -> None:
     """Lock the folder for the life of this process. Raises OSError on a file system without locks."""
     # Release the locks of folders that were removed.
-    for path in [path for path in _held if not path.exists()]:
-        os.close(_held.pop(path))
+    for path in [path for path in _locks if not path.exists()]:
+        os.close(_locks.pop(path))
     made = folder / f".{_LOCK}"
     descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -103,7 +103,7 @@ def _hold(folder: Path) -> None:
     except OSError:
         os.close(descriptor)
         raise
-    _held[folder] = descriptor
+    _locks[folder] = descriptor
 
 
 def _sweep(parent: Path) -> None:

@@ -1,10 +1,10 @@
-"""Processes for work with unpredictable cost, with limits on CPU time and a deadline.
+"""Run work of unpredictable cost in processes with a limit of CPU time and a deadline.
 
     thread ──payload──► process       the kernel ends the process past the CPU time
            ◄──answer───               the thread ends the process at the deadline
 
-``WorkerPool`` serves an event loop. A ``Guard`` serves threads, which block while a process works. The
-protocol is the same, so a worker program is the same: ``workers.serve``.
+``WorkerPool`` serves an event loop. ``Guard`` serves threads, which block while a process works. Both use the
+same worker program: ``workers.serve``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Guard:
         except BaseException as error:
             failure = self._failure(process, error)
             if isinstance(failure, WeftError):
-                # The caller that lost a process pays for the replacement, not the next caller.
+                # Start the replacement now, so that the next caller does not wait for the start.
                 with contextlib.suppress(WeftError):
                     self._put_back(self._start())
             raise failure from None
@@ -274,8 +274,7 @@ class _Process:
         """End the process, unless already ended, and return the exit status (negative: the signal). Waits."""
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # After a broken exchange the process is about to end by itself, with a status that gives the
-            # reason.
+            # A failed process is about to exit. Wait briefly: the exit status gives the reason.
             self._process.wait(0.05 if self._process.poll() is None else None)
         self._process.kill()
         return self._process.wait()

@@ -49,8 +49,8 @@ def read_model_file(path: Path, param: str | None = None) -> bytes:
 def read_model_text(path: Path, param: str | None = None) -> str:
     """Return the text of the small file ``path`` of a model, without a byte order mark.
 
-    Some editors begin a text file with the mark, which belongs to no JSON and to no template. Raise
-    ConfigError as ``read_model_file``, and for bytes that are no UTF-8.
+    Some editors write the mark, which is not valid in JSON and templates. Raise ConfigError as
+    ``read_model_file``, and for bytes that are not UTF-8.
     """
     refuse_pointer(path, param)
     try:

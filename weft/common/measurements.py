@@ -34,7 +34,7 @@ def cache_folder() -> Path:
 class Measurements(Generic[Row]):
     """The measurements of one subject: the package's table and the local machine's table."""
 
-    what: str
+    subject: str
     """Name of the subject, for the log."""
     packaged: Path
     parse: Callable[[dict[str, Any]], Row]
@@ -75,7 +75,7 @@ class Measurements(Generic[Row]):
             except (FileNotFoundError, NotADirectoryError):  # no table, or no home folder
                 continue
             except (OSError, ValueError) as error:
-                _log.warning("measurements of %s are left out: %s", self.what, error)
+                _log.warning("measurements of %s are ignored: %s", self.subject, error)
         return tuple(tables)
 
     def save(self, rows: list[Row]) -> None:
@@ -89,7 +89,6 @@ class Measurements(Generic[Row]):
         try:
             kept = [row for row in self.read(path) if self.of(row) not in new]
         except (OSError, ValueError):
-            # An unreadable table is replaced as a whole.
             kept = []
         partial = path.with_suffix(f".{os.getpid()}")
         try:
@@ -99,6 +98,6 @@ class Measurements(Generic[Row]):
         except OSError as error:
             why = (error.strerror or "unknown reason").lower()
             raise ConfigError(
-                f"measurements of {self.what} can't be kept ({why}): set WEFT_OPS_CACHE to a folder that "
-                "this user may write"
+                f"measurements of {self.subject} cannot be saved ({why}): set WEFT_OPS_CACHE to a folder "
+                "that this user may write"
             ) from error

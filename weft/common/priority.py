@@ -1,4 +1,4 @@
-"""The priority of threads with long work: engine steps and short work go first."""
+"""Lower the priority of threads with long work, so that engine steps and short work run first."""
 
 from __future__ import annotations
 

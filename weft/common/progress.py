@@ -1,5 +1,5 @@
-"""Progress bars on a terminal. Files and pipes get no bars. The engine processes of a server report progress
-as log lines instead, also on a terminal shared by several engines.
+"""Progress bars on a terminal. Files and pipes get no bars. Engine processes of a server write log lines
+instead, because several engines may share a terminal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A mapping with a maximum size. The least recently used entry is dropped first."""
+"""An LRU cache: a mapping with a maximum size that drops the least recently used entry first."""
 
 from __future__ import annotations
 

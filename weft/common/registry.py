@@ -1,4 +1,4 @@
-"""A registry for plug points: maps a name to an implementation, imported on first use."""
+"""A registry for extension points: maps a name to an implementation, imported on first use."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class Registry(Generic[T]):
     An entry is ``"module:attribute"``, so listing the names imports nothing.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, kind: str) -> None:
+        """``kind``: name of the entries in errors, e.g. "grammar backend"."""
+        self._kind = kind
         self._entries: dict[str, str] = {}
 
     def add(self, name: str, target: str) -> None:
@@ -27,7 +28,7 @@ class Registry(Generic[T]):
         name.
         """
         if name in self._entries and self._entries[name] != target:
-            raise ValueError(f"{self._what} {name!r} is registered already")
+            raise ValueError(f"{self._kind} {name!r} is registered already")
         self._entries[name] = target
 
     def get(self, name: str) -> T:
@@ -37,7 +38,7 @@ class Registry(Generic[T]):
         if name not in self._entries:
             near = misspelt(name, self._entries)
             hint = f" Did you mean {near!r}?" if near else ""
-            raise ConfigError(f"no {self._what} called {name!r}.{hint} There are: {', '.join(self)}.")
+            raise ConfigError(f"no {self._kind} called {name!r}.{hint} There are: {', '.join(self)}.")
         module, attribute = self._entries[name].split(":")
         result: T = getattr(importlib.import_module(module), attribute)
         return result

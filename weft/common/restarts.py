@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 
 MOST_LOSSES = 3
-"""Maximum engines, or groups, that one sequence may lose. A sequence open at every death may be the cause."""
+"""Maximum engines or groups that may fail while computing one sequence. The sequence may be the cause."""
 
 
 class RestartBudget:
     """At most ``most`` restarts in any ``window`` seconds, each recorded when granted.
 
-    A process with repeated deaths is then not started again, and the clients get an error.
+    Beyond the budget, a failing process is not started again, and its clients get an error.
     """
 
     def __init__(self, most: int, window: float) -> None:

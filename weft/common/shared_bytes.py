@@ -1,14 +1,14 @@
 """Bytes shared by name between processes of one host: memory without a file (memfd), opened through the
 ``/proc`` entry of the owning process.
 
-    owner        creates the memory with a fixed size, which nobody can change
+    owner        creates the memory with a fixed size
     writer       the owner, or the first process that receives the name, writes the bytes once
-    owner        seals the memory: from then on nobody can write
+    owner        seals the memory: no process can write any more
     readers      open the memory by name, map the memory and close the descriptor
 
-A mapping stays valid after any process ends, and nobody can shrink the memory under a reader. A stale name
-opens nothing: a descriptor number may have been reused, so the last bytes of the memory are a random mark,
-which the name repeats.
+A mapping stays valid after the end of any process, and no process can shrink the memory of a reader.
+Descriptor numbers are reused, so a stale name could name other memory. Therefore the memory ends with a
+random mark, which must equal the mark in the name.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ import msgspec
 from weft.common.errors import PixelsLost
 
 UNREACHABLE = "pixels_unreachable"
-"""Error code for memory that exists but cannot be opened by the local process: the bytes must be sent
-instead.
-"""
+"""Error code for memory that exists but that this process cannot open: the bytes must be sent instead."""
 _SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; missing in Python
 FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 SEALED = FIXED | _SEAL_FUTURE_WRITE
 _KIND = "weft-bytes"
 _MARK = 16
-_GONE = "the memory that had an image is gone: its process has ended, or closed it"
+_GONE = "the shared memory of an image is gone: its owner has ended or has closed the memory"
 
 
 class SharedName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,15 +112,15 @@ def write_shared(name: SharedName, data: bytes) -> None:
     """
     with _opened(name, os.O_RDWR, FIXED) as fd:
         if len(data) != name.size:
-            raise PixelsLost("the pixels of an image are not as many as was said")
+            raise PixelsLost("the pixels of an image have another size than their shared memory")
         view = memoryview(data)
         while len(view):
             view = view[os.pwrite(fd, view, name.size - len(view)) :]
 
 
 def reaches(name: SharedName) -> bool:
-    """Return True if the local process can open the memory of another process of the same user. The access
-    then works in both directions.
+    """Return True if this process can open the memory, and the owner runs as the same user. Then the owner
+    can also open memory of this process.
     """
     try:
         with _opened(name, os.O_RDONLY, SEALED) as fd:
@@ -132,7 +130,7 @@ def reaches(name: SharedName) -> bool:
 
 
 def most_descriptors() -> int:
-    """Return how many descriptors a process may open for shared memory: a quarter of the descriptor limit."""
+    """Return the maximum descriptors for shared memory: a quarter of the process's descriptor limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 16 if soft == resource.RLIM_INFINITY else soft // 4
 
@@ -145,8 +143,7 @@ def _opened(name: SharedName, flags: int, seals: int) -> Iterator[int]:
     """
     path = f"/proc/{name.pid}/fd/{name.fd}"
     try:
-        # A reused number may belong to a pipe or device. Opening a pipe or device can have effects, so check
-        # the link first.
+        # Check the link first: a reused number may belong to a pipe or device, where opening has effects.
         if not os.readlink(path).startswith(f"/memfd:{_KIND}"):
             raise PixelsLost(_GONE)
         fd = os.open(path, flags | os.O_CLOEXEC)
@@ -161,7 +158,7 @@ def _opened(name: SharedName, flags: int, seals: int) -> Iterator[int]:
         raise PixelsLost(_GONE) from None
     except OSError as error:
         raise PixelsLost(
-            f"the memory that has an image cannot be opened ({error.strerror})", code=UNREACHABLE
+            f"the shared memory of an image cannot be opened ({error.strerror})", code=UNREACHABLE
         ) from None
 
 

@@ -23,13 +23,13 @@ ignore the signal.
 """
 
 
-def heeded() -> list[signal.Signals]:
-    """Return the signals of ``STOPS`` for the process to act on.
+def handled_stops() -> list[signal.Signals]:
+    """Return the signals of ``STOPS`` that the process handles.
 
     SIGHUP and SIGQUIT are excluded where the parent process ignored the signal (``nohup``, ``&``).
     """
-    kept = (signal.SIGHUP, signal.SIGQUIT)
-    return [n for n in STOPS if n not in kept or signal.getsignal(n) is not signal.SIG_IGN]
+    optional = (signal.SIGHUP, signal.SIGQUIT)
+    return [n for n in STOPS if n not in optional or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 def end(number: int, frame: object) -> None:
@@ -45,7 +45,7 @@ def ending() -> Iterator[None]:
     are unblocked.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-    before = {number: signal.signal(number, end) for number in heeded() if number != signal.SIGINT}
+    before = {number: signal.signal(number, end) for number in handled_stops() if number != signal.SIGINT}
     try:
         yield
     finally:
@@ -62,11 +62,12 @@ def ignore() -> None:
 
 @contextlib.contextmanager
 def acting(act: Callable[[int], object]) -> Iterator[None]:
-    """Within the block, stop signals call ``act`` with their number. Afterwards they are ignored.
+    """Within the block, stop signals call ``act`` with the signal number. Afterwards stop signals are
+    ignored.
 
     Signals blocked by the caller are unblocked. Call from the main thread.
     """
-    for number in heeded():
+    for number in handled_stops():
         signal.signal(number, lambda caught, _: act(caught))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     try:
@@ -98,7 +99,7 @@ def is_suspended(pid: int) -> bool:
 
 
 class Suspensions:
-    """How long each of several processes has been suspended. Pure. Times are seconds of one clock."""
+    """Tracks for how long processes are suspended. Pure. Times are seconds of one clock."""
 
     def __init__(self, patience: float) -> None:
         """``patience``: seconds after which a suspended process counts as dead."""
@@ -109,7 +110,8 @@ class Suspensions:
     def report(self, process: str | int, now: float) -> bool:
         """Note that ``process`` is suspended. Return True if the process counts as dead.
 
-        Report at least once per half of the patience: without reports the process has run in between.
+        Call at least twice per ``patience`` while the process is suspended. A longer gap means that the
+        process ran in between.
         """
         first, last = self._seen.get(process, (now, -math.inf))
         if now - last > self._patience / 2:

@@ -12,19 +12,18 @@ _MOST = 2
 def misspelt(name: str, known: Iterable[str]) -> str | None:
     """Return the intended member of ``known`` for a misspelt ``name``, or None.
 
-    At most two letters may differ, and no digit. Of several members the nearest wins. A digit is a version:
-    "KimiK3" is a different model from "KimiK2", not a misspelling. Names of up to four letters may differ in
-    one letter. Case, dashes and underscores do not count.
+    At most two letters may differ (one in names of up to four letters), and no digit: "KimiK3" is a different
+    model from "KimiK2". Case, dashes and underscores are ignored. Returns the nearest member.
     """
-    asked = _folded(name)
-    most = _MOST if len(asked) > 4 else 1
+    folded = _folded(name)
+    most = _MOST if len(folded) > 4 else 1
     found: list[tuple[int, str]] = []
     for one in known:
         other = _folded(one)
-        if abs(len(other) - len(asked)) <= most and _digits(asked) == _digits(other):
-            distance = _distance(asked, other)
+        if abs(len(other) - len(folded)) <= most and _digits(folded) == _digits(other):
+            distance = _distance(folded, other)
             # An added capital is a variant: "NemotronH" is a different model from "Nemotron".
-            longer = len(asked) != len(other) and _mixed(name) and _mixed(one)
+            longer = len(folded) != len(other) and _mixed(name) and _mixed(one)
             variant = longer and _capitals(name) != _capitals(one)
             if distance <= most and not variant:
                 found.append((distance, one))
@@ -56,9 +55,9 @@ def _distance(one: str, other: str) -> int:
     for i, letter in enumerate(one, 1):
         # Row i of the edit distance table; `before` is row i - 1, `above` row i - 2 (for swaps).
         before, above, row = row, before, [i]
-        for j, theirs in enumerate(other, 1):
-            least = min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != theirs))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == theirs:
+        for j, target in enumerate(other, 1):
+            least = min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != target))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == target:
                 least = min(least, above[j - 2] + 1)
             row.append(least)
     return row[-1]

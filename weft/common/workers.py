@@ -1,8 +1,7 @@
 """Worker processes for an event loop, for work that holds the GIL for long or needs much memory.
 
-A pool sends each process one payload at a time over a socket pair and receives one answer. Both are framed by
-length. A dead or late process fails only the current payload, and the next payload starts a new process.
-Processes start on demand.
+A pool sends each process one payload at a time over a socket pair and receives one answer. Payloads and
+answers are framed by length. A dead or late process fails only its payload. Processes start on demand.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ MAX_WAITING = 1024
 """Maximum waiting payloads."""
 CLIENT_WAITING = 512
 """Maximum waiting payloads of one client, where clients are distinguished."""
-BYTES_A_SECOND = 1 << 20
-"""Bytes of a payload that move the payload back by one second in the queue. Small payloads go first, but none
-starves.
-"""
+BYTES_PER_SECOND = 1 << 20
+"""Payload bytes that delay a payload by one second in the queue. Small payloads go first, but none
+starves."""
 PIECE = 256 << 10
 """Bytes of an answer received at once, before other tasks of the event loop run."""
 
@@ -117,7 +115,7 @@ class WorkerPool:
             raise Overloaded("too many requests wait to be read; try again later")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[bytes | bytearray] = loop.create_future()
-        turn = loop.time() + sum(map(len, payload)) / BYTES_A_SECOND
+        turn = loop.time() + sum(map(len, payload)) / BYTES_PER_SECOND
         waiting = self._waiting.setdefault(client, [])
         heapq.heappush(waiting, _Waiting(turn, next(self._numbers), client, cost, payload, answer))
         self._count += 1
@@ -125,7 +123,7 @@ class WorkerPool:
         return await answer
 
     def _dispatch(self) -> None:
-        """Start work on waiting payloads while places are free. Abandoned payloads are dropped."""
+        """Start waiting payloads while processes are available. Abandoned payloads are dropped."""
         while len(self._busy) < self._most and (clients := self._clients()):
             item = self._next(clients)
             if item.answer.done():  # the request has ended
@@ -136,11 +134,11 @@ class WorkerPool:
     def _clients(self) -> list[int]:
         """Return the waiting clients that may use one more process.
 
-        A running payload is not interrupted. So only the processes reserved from a client keep long payloads
-        from delaying later clients.
+        A running payload is not interrupted. The limit of processes per client therefore keeps a process free
+        for other clients.
         """
-        held = list(self._busy.values())
-        return [one for one in self._waiting if one < 0 or held.count(one) < self._each]
+        busy = list(self._busy.values())
+        return [one for one in self._waiting if one < 0 or busy.count(one) < self._each]
 
     def _next(self, clients: Iterable[int]) -> _Waiting:
         """Remove and return the next payload: from the client, among ``clients``, with the earliest virtual
@@ -186,8 +184,7 @@ class WorkerPool:
                 worker.kill()
             else:
                 self._idle.append(worker)
-        # Also for cancellation: the process may be in the middle of an answer, so the process cannot be
-        # reused.
+        # Also after cancellation: a process in the middle of an answer cannot be reused.
         except BaseException as error:
             if worker is not None:
                 worker.kill()
@@ -244,14 +241,18 @@ Answer: TypeAlias = Callable[[bytes], Sequence[bytes | bytearray | memoryview]]
 
 
 def serve(
-    prepare: Callable[[bytes], Answer], niceness: int, cpu_seconds: float = 0.0, *, tells: bool = False
+    prepare: Callable[[bytes], Answer],
+    niceness: int,
+    cpu_seconds: float = 0.0,
+    *,
+    reports_ready: bool = False,
 ) -> None:
     """Run a worker process: answer payloads until the pool closes the inherited socket.
 
     ``prepare`` gets the greeting and returns the function for payloads. ``niceness``: lowers the priority
     below engine steps and other requests. ``cpu_seconds``: CPU time per payload, after which SIGPROF ends the
     process; 0 for no limit. The kernel enforces the limit, also inside a native call and for abandoned
-    payloads. ``tells``: send an empty answer when ready, as a ``Guard`` expects.
+    payloads. ``reports_ready``: send an empty answer after ``prepare``, as a ``Guard`` expects.
     """
     signals.ignore()  # the pool ends workers by closing the socket
     with contextlib.suppress(OSError):
@@ -263,7 +264,7 @@ def serve(
     ):
         keep_heap_small()
         answer_to = prepare(_receive(stream))
-        if tells:
+        if reports_ready:
             stream.write(HEADER.pack(0))
             stream.flush()
         while payload := _receive(stream):
@@ -327,7 +328,7 @@ class _Worker:
         for _ in range(20):
             if (code := self._process.poll()) is not None:
                 return code
-            await asyncio.sleep(0.01)  # the kernel closes sockets shortly before the status is available
+            await asyncio.sleep(0.01)  # the socket closes shortly before the exit status is available
         return None
 
     async def exchange(self, *payload: bytes | memoryview) -> bytes | bytearray:
@@ -365,6 +366,5 @@ class _Worker:
         """Kill the process without waiting for the end."""
         self._writer.close()
         self._process.kill()
-        # A killed process ends within milliseconds. A thread reaps the process, so the event loop does not
-        # wait.
+        # A thread reaps the process, so that the event loop does not wait.
         asyncio.get_running_loop().run_in_executor(None, self._process.wait)

@@ -174,7 +174,7 @@ class ModelGrammars:
         """Sorted end-of-output token ids; empty until the first compile."""
         seconds = config.grammar.grammar_compile_timeout
         self._compiler = GuardedCompiler(self._backend, seconds, _made)
-        self._service = GrammarService(self._compiler, timeout=seconds, apart=True)
+        self._service = GrammarService(self._compiler, timeout=seconds, per_client=True)
 
     def submit(self, grammar: Grammar, ring: Callable[[], None], client: int = 0) -> GrammarCompile:
         made = self._service.submit(grammar, client)

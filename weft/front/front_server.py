@@ -98,7 +98,7 @@ def serve(
     caught: list[int] = []
     # Only record signals for now: an exception in a handler would leave the event loop half started.
     if supervisor is None:
-        for number in signals.heeded():
+        for number in signals.handled_stops():
             signal.signal(number, lambda number, _: caught.append(number))
     at_once = supervisor is None or not supervisor.serving
     if listener is None:
@@ -202,7 +202,7 @@ class FrontServer:
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
         self._open = asyncio.Event()
         """Set once this API server can answer requests."""
-        handled = signals.heeded() if self._supervisor is None else []
+        handled = signals.handled_stops() if self._supervisor is None else []
         for number in handled:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         for early in caught:

@@ -85,15 +85,15 @@ def checkpoint_folder(path: Path) -> str:
 def _parts(path: Path) -> list[Path]:
     """Return all files of the model of ``path``, in order, without symbolic links.
 
-    In the cache of the hub's client the files are links to files with other names, so the names of the links
-    tell the parts. Raises ConfigError if a part is missing.
+    In the cache of the hub's client, the files are links to files with other names. The names of the links
+    therefore identify the parts. Raises ConfigError if a part is missing.
     """
     named = shards(path.absolute())
     return [part.resolve() for part in named] if len(named) > 1 else shards(path.resolve())
 
 
 def _check_parts(path: Path, containers: list[Container]) -> None:
-    """Raise ConfigError for one of several parts if the other parts cannot be found by its name."""
+    """Raise ConfigError for one of several parts if the names do not lead to the other parts."""
     count = containers[0].metadata.get("split.count", 0)
     if isinstance(count, int) and count > 1 and count != len(containers):
         raise ConfigError(
@@ -136,8 +136,9 @@ def gguf_files(folder: Path) -> list[Path]:
 
 
 def differing_facts(one: Path, other: Path) -> str:
-    """Return the fields of ``config.json`` that differ between two folders made from GGUF files, without the
-    types of the weights and the ends of texts; "" if there are none. Raises OSError."""
+    """Return the fields of ``config.json`` that differ between two folders made from GGUF files; "" if none.
+
+    The types of the weights and the ids of special tokens are not compared. Raises OSError."""
     first, second = (json.loads((folder / "config.json").read_bytes()) for folder in (one, other))
     ignored = ("quantization_config", "dtype", "eos_token_id", "bos_token_id", "pad_token_id")
     keys = sorted((first.keys() | second.keys()) - set(ignored))
@@ -169,13 +170,12 @@ def weights_of(path: Path) -> dict[str, Published]:
 
 
 def _key(stem: str, parts: list[Path]) -> str:
-    """Return a folder name that begins with ``stem``, unique to the files and to their present size, time and
-    inode."""
-    seen = hashlib.sha256(f"{VERSION}".encode())
+    """Return a folder name: ``stem`` and a hash of path, size, modification time and inode of all parts."""
+    digest = hashlib.sha256(f"{VERSION}".encode())
     for part in parts:
         state = part.stat()
-        seen.update(f"\0{part}\0{state.st_size}\0{state.st_mtime_ns}\0{state.st_ino}".encode())
-    return f"{stem[:80]}-{seen.hexdigest()[:16]}"
+        digest.update(f"\0{part}\0{state.st_size}\0{state.st_mtime_ns}\0{state.st_ino}".encode())
+    return f"{stem[:80]}-{digest.hexdigest()[:16]}"
 
 
 def _write(folder: Path, containers: list[Container]) -> None:

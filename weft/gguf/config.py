@@ -1,6 +1,6 @@
 """A checkpoint's ``config.json`` from the metadata of a GGUF file.
 
-Keys follow the GGUF specification (ggml-org/ggml, docs/gguf.md): ``general.*``, and the facts of the model
+Keys follow the GGUF specification (ggml-org/ggml, docs/gguf.md): ``general.*``, and the model's keys
 with the architecture's name as prefix.
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.common.errors import ConfigError
-from weft.gguf.container import CODED, WIDENED, StoredTensor
+from weft.gguf.container import PACKED, WIDENED, StoredTensor
 from weft.gguf.delta_heads import DeltaHeads
 from weft.gguf.model_facts import FAMILIES, ModelFacts
 from weft.gguf.row_facts import yarn_details
 from weft.gguf.rows import ROWS, GgufRow, row_fields
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-"""Factors of every published model with the frequency scaling of Llama 3.1."""
+"""Constants of the frequency scaling of Llama 3.1."""
 _LLAMA3_CONTEXT = 8192
 
 
@@ -68,7 +68,7 @@ def config_of(
     made |= _rope_scaling(facts, rope_factors, made.get("head_dim", 0), made.get("rope_theta", 0.0))
     if row is not None and facts.yarn:
         made["rope_scaling"] |= yarn_details(facts)
-    if "rope_parameters" in made:  # both fields would name the rotation
+    if "rope_parameters" in made:  # one field describes the rotation, not two
         made["rope_parameters"] |= made.pop("rope_scaling", {})
     if family == "llama":
         made["attention_bias"] = "blk.0.attn_q.bias" in stored
@@ -94,23 +94,23 @@ def _norm_eps(facts: ModelFacts, row: GgufRow | None) -> dict[str, float]:
 def _quantization(tensors: Sequence[StoredTensor], heads: DeltaHeads | None) -> dict[str, Any]:
     """Return the average bits per element of the layers' matrices, for the memory plan.
 
-    Types in ``CODED`` count with their stored bytes or ``WIDENED``, others with 16 bits. Empty if no matrix
-    is in ``CODED``. ``heads``: of delta nets.
+    Types in ``PACKED`` count with their stored bytes or ``WIDENED``, other types with 16 bits. Empty if no
+    matrix has a type in ``PACKED``. ``heads``: heads of delta nets.
     """
     # Only matrices of layers. Routers and other F32 tensors stay plain.
     matrices = [t for t in tensors if t.name.startswith("blk.") and len(t.shape) > 1 and t.kind != "F32"]
     elements = sum(math.prod(tensor.shape) for tensor in matrices)
-    if not any(tensor.kind in CODED for tensor in matrices):
+    if not any(tensor.kind in PACKED for tensor in matrices):
         return {}
     bits = sum(_bits(tensor, heads) for tensor in matrices)
     return {"quantization_config": {"quant_method": "gguf", "bits": round(bits / elements, 2)}}
 
 
 def _bits(tensor: StoredTensor, heads: DeltaHeads | None) -> float:
-    """Return the bits of a loaded matrix."""
-    # Blocks of codes have more columns than a value head, so columns cannot be reordered without decoding.
+    """Return the bits of a matrix in memory."""
+    # A quantized block has more columns than a value head: columns cannot be reordered without dequantizing.
     reordered = heads is not None and heads.reorders and tensor.name.endswith(".ssm_out.weight")
-    if tensor.kind not in CODED or reordered:
+    if tensor.kind not in PACKED or reordered:
         return 16.0 * math.prod(tensor.shape)
     if tensor.kind in WIDENED:
         return WIDENED[tensor.kind] * math.prod(tensor.shape)
@@ -228,7 +228,7 @@ def _vocabulary(tensors: Sequence[StoredTensor]) -> int:
 
 
 def _ends(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ids of the first and the last tokens of a text. The end of a turn is also a last token."""
+    """Return the bos id and the eos ids. The end of a turn is one of the eos ids."""
     ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     made: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(e for e in ends if isinstance(e, int)))}
     if isinstance(begin := metadata.get("tokenizer.ggml.bos_token_id"), int):
@@ -266,7 +266,8 @@ def _rope_scaling(
         scaling = {"rope_type": "yarn", "factor": facts.number("rope.scaling.factor")}
         if facts.architecture == "gpt-oss":
             scaling["truncate"] = False
-        if facts.has("rope.scaling.yarn_log_multiplier"):  # a tenth of the published value
+        # The file has a tenth of the published value.
+        if facts.has("rope.scaling.yarn_log_multiplier"):
             scale = round(10 * facts.number("rope.scaling.yarn_log_multiplier"), 6)
             scaling |= {"mscale": scale, "mscale_all_dim": scale}
         if facts.has("rope.scaling.original_context_length"):

@@ -1,7 +1,7 @@
 """Contents of a GGUF file: metadata, and memory-mapped tensors.
 
 ``header`` reads the file; the package ``gguf`` knows the tensor types. The package's own reader is 35 times
-slower, because it makes several objects for each vocabulary entry, and trusts all counts.
+slower, because that reader makes several objects for each vocabulary entry. It also trusts all counts.
 
 Source: the GGUF specification (ggml-org/ggml, docs/gguf.md).
 """
@@ -32,12 +32,12 @@ QUANTIZED = (
     *("TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
 )
 """Supported quantized tensor types: all types that the package ``gguf`` dequantizes."""
-READ = (*PLAIN, *QUANTIZED)
+SUPPORTED = (*PLAIN, *QUANTIZED)
 """All supported tensor types."""
-CODED = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q5_K", "IQ4_XS", "Q3_K", "IQ4_NL", "Q2_K")
-"""Types with blocks in packed form on a CPU; read by ``weft.ops.ggml``."""
+PACKED = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q5_K", "IQ4_XS", "Q3_K", "IQ4_NL", "Q2_K")
+"""Types that stay quantized in memory on a CPU; computed by ``weft.ops.ggml``."""
 WIDENED = {"Q3_K": 4.5625, "Q2_K": 5.125}
-"""Bits per element of packed types that are much larger in memory than in the file."""
+"""Bits per element in memory, for packed types that are much larger in memory than in the file."""
 _NUMBERS = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
 """Types with a numpy dtype, as numpy type strings."""
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.S)
@@ -142,12 +142,12 @@ def check_tensors(path: Path, header: Header, package: Any) -> None:
 
     ``package``: the package ``gguf``, which names the types and their sizes.
     """
-    unread: dict[str, list[HeaderTensor]] = {}
+    unsupported: dict[str, list[HeaderTensor]] = {}
     for tensor in header.tensors:
         known = tensor.kind in package.GGMLQuantizationType.__members__.values()
         kind = package.GGMLQuantizationType(tensor.kind).name if known else f"number {tensor.kind}"
-        if kind not in READ:
-            unread.setdefault(kind, []).append(tensor)
+        if kind not in SUPPORTED:
+            unsupported.setdefault(kind, []).append(tensor)
             continue
         numbers, size = package.GGML_QUANT_SIZES[tensor.kind]
         if tensor.dims and tensor.dims[0] % numbers:
@@ -161,14 +161,14 @@ def check_tensors(path: Path, header: Header, package: Any) -> None:
                 f"{tensor.name!r} ends at byte {end}, but the file ends at byte {header.size}: is the "
                 "download complete?"
             )
-    if unread:  # one error for all types, so the next download is right
-        kind, tensors = next(iter(unread.items()))
+    if unsupported:  # one error lists all types, so that the user needs only one more download
+        kind, tensors = next(iter(unsupported.items()))
         more = f", {len(tensors) - 1} more of this type" if len(tensors) > 1 else ""
-        others = f", and tensors of {', '.join(list(unread)[1:])}" if len(unread) > 1 else ""
+        others = f", and tensors of {', '.join(list(unsupported)[1:])}" if len(unsupported) > 1 else ""
         raise ConfigError(
             f"{path.name} has a tensor of the GGUF type {kind}, which is not supported "
             f"({tensors[0].name}{more}{others}). Use a file of the same model in one of: "
-            f"{', '.join(READ)} (a Q4_K_M file has Q4_K and Q6_K), or convert this file with "
+            f"{', '.join(SUPPORTED)} (a Q4_K_M file has Q4_K and Q6_K), or convert this file with "
             "llama.cpp's llama-quantize",
             param="--model",
         )

@@ -1,10 +1,15 @@
 """Published weights of the tensors in a GGUF file.
 
-llama.cpp stores matrices in the layout of its computation. Experts are stacked. In the architecture ``llama``
-the rows of queries and keys are pairs of neighbours; published weights have halves. The two parts of a latent
-up-projection are separate, and one part is transposed. Gate and up of GPT-OSS are separate; the published
-rows alternate. Gated delta nets: see ``weft.gguf.delta_heads``. ``TensorForm`` says how stored tensors make a
-published tensor.
+llama.cpp stores matrices in the layout of its computation:
+
+* The matrices of all experts are one stack.
+* ``llama``: the two dims of one rotation are neighbours in queries and keys. Published weights have all first
+  dims, then all second dims.
+* Latent attention: the two parts of the up-projection are separate, and one part is transposed.
+* GPT-OSS: gate and up are separate. The published rows alternate.
+* Gated delta nets: see ``weft.gguf.delta_heads``.
+
+``TensorForm`` lists the conversions from stored tensors to a published tensor.
 """
 
 from __future__ import annotations
@@ -50,7 +55,7 @@ _LAYER = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-_OTHERWISE = {
+_EXCEPTIONS = {
     "mixtral": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "gpt-oss": {"ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm"},
 }
@@ -77,7 +82,7 @@ _DELTA_NET = {
 }
 """Names in the layers of hybrid models (``GgufNames.delta``)."""
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_BOTH = "ffn_gate_up_exps"
+_GATE_UP = "ffn_gate_up_exps"
 """Gate and up matrices of all experts in one stack, gate first."""
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 WITHOUT_EFFECT = frozenset({"rope_freqs.weight"})
@@ -89,22 +94,22 @@ MXFP4_NUMBERS, MXFP4_BYTES = 32, 16
 class TensorForm(Enum):
     """Construction of a published tensor. E experts, h inputs, n outputs, r numbers of a latent."""
 
-    STORED = "as it is stored"
+    STORED = "unchanged"
     EXPERT = "a matrix of a stored stack"
     GATE = "the first half of the rows of a matrix of a stored stack"
-    UP = "the other half of these rows"
-    HALVES = "rows of each head in halves, not in pairs of neighbours"
+    UP = "the second half of the rows of a matrix of a stored stack"
+    HALVES = "rows of each head: first dims of all rotations, then second dims; stored as neighbours"
     LATENT = "keys [heads, r, d] transposed and values [heads, v, r] to [heads (d + v), r]"
-    IN_TURN = "[E, n, h] twice to [E, h, 2 n], and [E, n] twice to [E, 2 n]: one of each in turn"
+    INTERLEAVED = "two [E, n, h] to [E, h, 2 n], or two [E, n] to [E, 2 n], interleaved"
     TRANSPOSED = "[E, n, h] to [E, h, n]"
-    BLOCKS = "the 4-bit numbers of MXFP4, [E, rows, h / 32, 16 bytes], of one stored stack or two in turn"
-    SCALES = "their scales, [E, rows, h / 32]"
-    CENTRED = "without the 1 that the file adds to the weight of a norm"
+    BLOCKS = "4-bit numbers of MXFP4, [E, rows, h / 32, 16 bytes], of one stack or two interleaved stacks"
+    SCALES = "scales of MXFP4, [E, rows, h / 32]"
+    CENTRED = "weight of a norm minus 1: the file adds 1"
     GROUPED = "rows with the value heads grouped by key head"
     GROUPED_COLUMNS = "columns with the value heads grouped by key head"
     BY_KEY_HEAD = "queries, keys, values and gates [n, h] of each key head, from two tensors"
-    RATES = "the logarithm of the negative, with the value heads grouped by key head"
-    LOGARITHMS = "the logarithm of the negative"
+    RATES = "log(-x), with the value heads grouped by key head"
+    LOGARITHMS = "log(-x)"
     TAPS = "[C, K], [C, 1, K] or [1, C, 1, K] to [C, 1, K], with the value heads grouped by key head"
     ROW = "[h] to [1, h]"
     FLAT = "all numbers in one dimension"
@@ -124,7 +129,7 @@ _DELTA_FORMS = {
 }
 """Forms of the tensors in ``_DELTA_NET`` that are not stored as published."""
 _COLLECTED = {"gpt-oss": tuple(_EXPERTS), "qwen3next": ("attn_qkv", "attn_gate")}
-"""Tensors that make a published tensor together with others, by family."""
+"""Tensors that are merged with other tensors into a published tensor, by family."""
 
 
 class GgufNames(msgspec.Struct, frozen=True):
@@ -170,7 +175,7 @@ class Published(NamedTuple):
             case TensorForm.LATENT:
                 heads, width, size = shape
                 return heads * (size + self.parts[1].shape[1]), width
-            case TensorForm.IN_TURN:
+            case TensorForm.INTERLEAVED:
                 return (shape[0], shape[2], 2 * shape[1]) if len(shape) == 3 else (shape[0], 2 * shape[1])
             case TensorForm.TRANSPOSED:
                 return shape[0], shape[2], shape[1]
@@ -201,9 +206,9 @@ class Published(NamedTuple):
 
 
 def published(layout: GgufNames) -> list[Published]:
-    """Return the weights made by the tensors, with experts one by one if published one by one.
+    """Return the published weights of all tensors. Most families publish one weight per expert.
 
-    Raises ConfigError for a tensor of no supported model, and for a tensor without its counterpart.
+    Raises ConfigError for an unknown tensor, and if a tensor of a merged weight is missing.
     """
     found: list[Published] = []
     stacks: dict[str, dict[str, StoredTensor]] = {}
@@ -225,14 +230,14 @@ def published(layout: GgufNames) -> list[Published]:
             centred = layout.centred and what == "output_norm"
             form = TensorForm.CENTRED if centred else TensorForm.STORED
             found.append(Published(f"{top[what]}.{end}", form, (stored,)))
-        elif int(layer) < layout.layers:  # layers after the last predict further tokens
+        elif int(layer) < layout.layers:  # further layers are for multi-token prediction: not used
             if what in ("attn_k_b", "attn_v_b") or what in _COLLECTED.get(layout.family, ()):
                 stacks.setdefault(layer, {})[f"{what}.{end}"] = stored
             else:
                 prefix = "model.layers" if row is None else row.prefix
                 found += _of_layer(stored, f"{prefix}.{layer}", what, end, layout)
     for layer, stack in stacks.items():
-        made = {"gpt-oss": _experts_in_turn, "qwen3next": _by_key_head}.get(layout.family, _latent)
+        made = {"gpt-oss": _interleaved_experts, "qwen3next": _by_key_head}.get(layout.family, _latent)
         try:
             found += made(f"model.layers.{layer}", stack, layout)
         except KeyError as missing:
@@ -255,10 +260,10 @@ def _of_layer(
         return
     row = ROWS.get(layout.family)
     permuted = layout.family in ("llama", "mixtral") or (row is not None and row.halves)
-    names = _OTHERWISE.get(layout.family, {}) if row is None else row.names
-    theirs = names.get(what) or _LAYER.get(what)
+    names = _EXCEPTIONS.get(layout.family, {}) if row is None else row.names
+    published_as = names.get(what) or _LAYER.get(what)
     bares = _BARE if row is None else {**_BARE, **row.bare}
-    if what == _BOTH and len(stored.shape) == 3 and f"{what}.{end}" not in bares:
+    if what == _GATE_UP and len(stored.shape) == 3 and f"{what}.{end}" not in bares:
         for half, form in (("ffn_gate_exps", TensorForm.GATE), ("ffn_up_exps", TensorForm.UP)):
             for expert, name in enumerate(_expert_names(stored, layer, half, end, layout.family)):
                 yield Published(name, form, (stored,), expert)
@@ -272,15 +277,15 @@ def _of_layer(
             yield Published(name, TensorForm.EXPERT, (stored,), expert)
     elif bare is not None:
         yield Published(f"{layer}.{bare}", own_form, (stored,))
-    elif theirs is None or end is None:
+    elif published_as is None or end is None:
         raise _unknown(stored)
     elif permuted and what in ("attn_q", "attn_k"):
         heads = layout.heads if what == "attn_q" else layout.kv_heads
-        yield Published(f"{layer}.{theirs}.{end}", TensorForm.HALVES, (stored,), heads)
+        yield Published(f"{layer}.{published_as}.{end}", TensorForm.HALVES, (stored,), heads)
     else:
         centred = layout.centred and what.endswith("norm")
         form = TensorForm.CENTRED if centred else own_form
-        yield Published(f"{layer}.{theirs}.{end}", form, (stored,))
+        yield Published(f"{layer}.{published_as}.{end}", form, (stored,))
 
 
 def _expert_names(stored: StoredTensor, layer: str, what: str, end: str | None, family: str) -> Iterator[str]:
@@ -307,7 +312,7 @@ def _by_key_head(layer: str, stack: dict[str, StoredTensor], layout: GgufNames) 
     yield Published(name, TensorForm.BY_KEY_HEAD, parts, 0, layout.delta)
 
 
-def _experts_in_turn(layer: str, stack: dict[str, StoredTensor], _: GgufNames) -> Iterator[Published]:
+def _interleaved_experts(layer: str, stack: dict[str, StoredTensor], _: GgufNames) -> Iterator[Published]:
     """Yield the expert weights of a gpt-oss layer.
 
     ``stack``: tensors by name within the layer. Raises KeyError with the name of a missing tensor.
@@ -316,13 +321,13 @@ def _experts_in_turn(layer: str, stack: dict[str, StoredTensor], _: GgufNames) -
     for matrix, stored in matrices.items():
         parts = tuple(stack[f"{one}.weight"] for one in stored)
         biases = tuple(stack[f"{one}.bias"] for one in stored)
-        name = f"{layer}.mlp.experts.{matrix}"
+        name, paired = f"{layer}.mlp.experts.{matrix}", len(parts) == 2
         if all(part.kind == "MXFP4" for part in parts):
             yield Published(f"{name}_blocks", TensorForm.BLOCKS, parts)
             yield Published(f"{name}_scales", TensorForm.SCALES, parts)
         else:
-            yield Published(name, TensorForm.IN_TURN if len(parts) == 2 else TensorForm.TRANSPOSED, parts)
-        yield Published(f"{name}_bias", TensorForm.IN_TURN if len(parts) == 2 else TensorForm.STORED, biases)
+            yield Published(name, TensorForm.INTERLEAVED if paired else TensorForm.TRANSPOSED, parts)
+        yield Published(f"{name}_bias", TensorForm.INTERLEAVED if paired else TensorForm.STORED, biases)
 
 
 def _unknown(stored: StoredTensor) -> ConfigError:

@@ -1,7 +1,9 @@
 """A checkpoint's tokenizer files from the metadata of a GGUF file.
 
-There are two vocabulary types. Byte-level BPE with merges (``gpt2``): ``tokenizer.ggml.pre`` names the rule
-for cutting text into words. SentencePiece's BPE (``llama``): scores give the order of merges.
+There are two vocabulary types:
+
+* ``gpt2``: byte-level BPE with merges. ``tokenizer.ggml.pre`` names the pre-tokenization rule.
+* ``llama``: SentencePiece's BPE. Scores give the order of merges.
 """
 
 from __future__ import annotations
@@ -54,15 +56,15 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "smollm": (DIGITS, *_GPT2),
     "kimi-k2": (HAN,),
 }
-"""``tokenizer.ggml.pre`` -> patterns or ``DIGITS``. Each cuts the remaining pieces of the previous one."""
+"""``tokenizer.ggml.pre`` -> patterns or ``DIGITS``, applied in order to the remaining pieces."""
 NORMALIZED = ("qwen2", "qwen35", "deepseek-r1-qwen")
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "falcon3", "pixtral", "tekken", "kimi-k2")
-"""Rules with whole words: a word in the vocabulary is never built from merges."""
+"""Rules with ``ignore_merges``: a piece in the vocabulary becomes one token without merges."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "\u2581"
 SEGMENTATION = "weft_segmentation"
-"""Key of tokenizer_config.json for cuts before encoding, which a tokenizer.json cannot express."""
+"""Key of tokenizer_config.json for ``weft.text.segments.Segmentation``. tokenizer.json has no such field."""
 _TOOLS = "tool_use"
 """Name of the chat template for tools."""
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -97,7 +99,7 @@ class GgufVocabulary:
     def merges(self) -> list[tuple[str, str]]:
         """Merges in order of precedence.
 
-        The halves have no spaces: bytes are written as letters. Raises ConfigError.
+        The two parts of a merge contain no spaces: each byte is written as a letter. Raises ConfigError.
         """
         pairs = [tuple(merge.split(" ")) for merge in self._texts("merges")]
         if any(len(pair) != 2 for pair in pairs):
@@ -177,7 +179,7 @@ def _byte_level(vocabulary: GgufVocabulary) -> str:
     cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     tokenizer.decoder = decoders.ByteLevel()
-    return _finished(tokenizer, vocabulary, begins=False)
+    return _serialized(tokenizer, vocabulary, begins=False)
 
 
 def _sentencepiece(vocabulary: GgufVocabulary) -> str:
@@ -200,7 +202,7 @@ def _sentencepiece(vocabulary: GgufVocabulary) -> str:
     tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
     # User-defined pieces contain the vocabulary's space symbol, so a search must use normalized text. A
     # normalizer with a prefix would write a prefix before such pieces, too.
-    return _finished(tokenizer, vocabulary, begins=True, normalized=not written)
+    return _serialized(tokenizer, vocabulary, begins=True, normalized=not written)
 
 
 def merges_by_score(
@@ -221,11 +223,11 @@ def merges_by_score(
     return [(left, right) for _, _, left, right in sorted(found)]
 
 
-def _finished(tokenizer: Any, vocabulary: GgufVocabulary, *, begins: bool, normalized: bool = False) -> str:
-    """Return ``tokenizer`` as JSON, after special tokens and the tokens around a text were added in place.
+def _serialized(tokenizer: Any, vocabulary: GgufVocabulary, *, begins: bool, normalized: bool = False) -> str:
+    """Add special tokens, user-defined tokens, bos and eos to ``tokenizer``, and return the JSON.
 
-    ``begins``: True if a text begins with the bos token unless the file decides. ``normalized``: search
-    user-defined tokens in normalized text.
+    ``begins``: True if bos is the default; the file may override. ``normalized``: search user-defined tokens
+    in normalized text.
     """
     from tokenizers import AddedToken, processors
 
@@ -235,14 +237,14 @@ def _finished(tokenizer: Any, vocabulary: GgufVocabulary, *, begins: bool, norma
         elif kind == _USER:
             tokenizer.add_tokens([AddedToken(text, normalized=normalized, special=False)])
     # The file's add_bos_token and add_eos_token override the defaults.
-    around = [
+    bos_eos = [
         vocabulary.token(role) if vocabulary.flag(f"add_{role}_token", wanted) else None
         for role, wanted in (("bos", begins), ("eos", False))
     ]
-    first, last = around
+    first, last = bos_eos
     if first or last:
         single = " ".join([*([f"{first}:0"] if first else []), "$A:0", *([f"{last}:0"] if last else [])])
-        names = [(text, vocabulary.ids[text]) for text in dict.fromkeys(around) if text]
+        names = [(text, vocabulary.ids[text]) for text in dict.fromkeys(bos_eos) if text]
         tokenizer.post_processor = processors.Sequence(
             [processors.ByteLevel(trim_offsets=False), _template(processors, single, names)]
         )

@@ -28,7 +28,7 @@ _MOST_ELEMENTS = 1 << 50
 _MOST_PARTS = 1 << 17
 """Maximum number of tensors, and of keys. The largest models have some thousands, with stacked experts."""
 _MOST_ENTRIES = 4 << 20
-"""Maximum entries of all lists together. The largest vocabularies, with merges, have a third."""
+"""Maximum entries of all lists together: three times the largest vocabularies with merges."""
 _ALIGNMENT_KEY = "general.alignment"
 _UINT32 = 4
 
@@ -68,10 +68,10 @@ def read_header(path: Path) -> Header:
         if size < len(_MAGIC) or file.read(len(_MAGIC)) != _MAGIC:
             raise Damaged("the file does not begin with the letters GGUF")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            return _Walk(mapped, size).header()
+            return _HeaderReader(mapped, size).header()
 
 
-class _Walk:
+class _HeaderReader:
     """A read position in the file. Never moves beyond the end of the file."""
 
     def __init__(self, mapped: mmap.mmap, size: int) -> None:
@@ -93,8 +93,8 @@ class _Walk:
             )
         tensors, pairs = self._numbers("<QQ", "the counts of tensors and keys")
         # Both counts come from the file: reject impossible counts before any allocation.
-        self._holds(tensors, _LEAST_TENSOR, "tensors")
-        self._holds(pairs, _LEAST_PAIR, "keys")
+        self._check_room(tensors, _LEAST_TENSOR, "tensors")
+        self._check_room(pairs, _LEAST_PAIR, "keys")
         if max(tensors, pairs) > _MOST_PARTS:
             raise Damaged(
                 f"the file has {tensors} tensors and {pairs} keys; the limit is {_MOST_PARTS} of each"
@@ -134,16 +134,16 @@ class _Walk:
         """Read a list of numbers or texts. Raises Damaged, also for a list of lists."""
         kind, count = self._numbers("<IQ", "a list's length")
         if kind == _ARRAY:
-            raise Damaged(f"{_shown(key)} is a list of lists, which no key may be")
+            raise Damaged(f"{_shown(key)} is a list of lists, which is not allowed")
         form = "" if kind == _STRING else self._form(kind, key)
         # A string takes at least the 8 bytes of its length.
-        self._holds(count, struct.calcsize(f"<{form}") or 8, f"entries of {_shown(key)}")
-        self._few_entries(key, count)
+        self._check_room(count, struct.calcsize(f"<{form}") or 8, f"entries of {_shown(key)}")
+        self._count_entries(key, count)
         if not form:
             return [self._text("a text") for _ in range(count)]
         return list(self._numbers(f"<{count}{form}", "a list"))
 
-    def _few_entries(self, key: str, count: int) -> None:
+    def _count_entries(self, key: str, count: int) -> None:
         """Count ``count`` further list entries. Raises Damaged above the limit for the file."""
         self._entries += count
         if self._entries > _MOST_ENTRIES:
@@ -162,7 +162,7 @@ class _Walk:
         kind, offset = self._numbers("<IQ", "a tensor's type")
         elements = 1
         for dim in dims:
-            elements *= dim  # Python's integers do not overflow; integers of the library may
+            elements *= dim  # Python's integers do not overflow; numpy's integers would
         if not elements or elements > _MOST_ELEMENTS:
             raise Damaged(f"tensor {_shown(name)} has dims {list(dims)}")
         return HeaderTensor(name, dims, kind, offset)
@@ -173,37 +173,37 @@ class _Walk:
             raise Damaged(f"{_shown(key)} has a value of the unknown type {kind}")
         return _FORMS[kind]
 
-    def _text(self, what: str, most: int | None = None) -> str:
-        """Read a text of at most ``most`` bytes. Raises Damaged. ``what`` names the text in the error."""
-        (length,) = self._numbers("<Q", f"the length of {what}")
+    def _text(self, subject: str, most: int | None = None) -> str:
+        """Read a text of at most ``most`` bytes. Raises Damaged. ``subject``: name of the text in errors."""
+        (length,) = self._numbers("<Q", f"the length of {subject}")
         if most is not None and length > most:
-            raise Damaged(f"{what} has {length} bytes")
+            raise Damaged(f"{subject} has {length} bytes")
         begin = self._at
-        self._skip(length, what)
+        self._skip(length, subject)
         try:
             return self._mapped[begin : self._at].decode()
         except UnicodeDecodeError:
-            raise Damaged(f"{what} at {begin} is not UTF-8") from None
+            raise Damaged(f"{subject} at {begin} is not UTF-8") from None
 
-    def _numbers(self, form: str, what: str) -> tuple[Any, ...]:
+    def _numbers(self, form: str, subject: str) -> tuple[Any, ...]:
         begin = self._at
-        self._skip(struct.calcsize(form), what)
+        self._skip(struct.calcsize(form), subject)
         return struct.unpack_from(form, self._mapped, begin)
 
-    def _skip(self, count: int, what: str) -> None:
+    def _skip(self, count: int, subject: str) -> None:
         """Move ``count`` bytes forward. Raises Damaged beyond the end of the file."""
         left = self._size - self._at
         if count > left:
             raise Damaged(
-                f"{what} takes {count} bytes at byte {self._at}, and the file has {left} more bytes"
+                f"{subject} takes {count} bytes at byte {self._at}, and the file has {left} more bytes"
             )
         self._at += count
 
-    def _holds(self, count: int, least: int, what: str) -> None:
+    def _check_room(self, count: int, least: int, subject: str) -> None:
         """Raise Damaged unless the rest of the file has room for ``count`` items of ``least`` bytes."""
         left = self._size - self._at
         if count > left // least:
-            raise Damaged(f"the file claims {count} {what}, and has {left} more bytes")
+            raise Damaged(f"the file claims {count} {subject}, and has {left} more bytes")
 
 
 def _shown(name: str) -> str:

@@ -67,11 +67,11 @@ FAMILIES = {
     "jamba": ("JambaForCausalLM", "jamba"),
 }
 """GGUF architecture -> (architecture in config.json, model type). The keys in ``_VARIANTS`` are families of
-another architecture. Models with images are text models here: a file of the text model has no vision tower,
-and the three parts of a position are equal in text."""
+another architecture. Vision models count as text models, because their file has no vision tower.
+"""
 _VARIANTS = ("mixtral", "deepseek3", "granitemoe-shared", "olmo3", "ministral3")
-"""Families by facts of the file: a ``llama`` with experts, a ``deepseek2`` with sigmoid scores, a
-``granitemoe`` with shared experts, an ``olmo2`` with windows, a ``mistral3`` with a temperature."""
+"""Families with an architecture of another name: ``llama`` with experts, ``deepseek2`` with sigmoid scores,
+``granitemoe`` with shared experts, ``olmo2`` with windows, ``mistral3`` with a temperature."""
 ARCHITECTURES = tuple(name for name in FAMILIES if name not in _VARIANTS)
 HYBRID = ("qwen3next", "qwen35", "qwen35moe")
 """Architectures with gated delta nets."""
@@ -79,7 +79,7 @@ _VARYING = (
     *("gemma4", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "granitehybrid", "kimi-linear"),
     "jamba",
 )
-"""Architectures with other sizes in some layers."""
+"""Architectures whose layers differ in size."""
 _EFFECTS: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -108,7 +108,7 @@ class ModelFacts:
         """``metadata``: of the file. Raises ConfigError for an unsupported architecture."""
         self.metadata = metadata
         self._read = set[str]()
-        """Keys that were read, without the architecture."""
+        """Keys that were read, without the prefix of the architecture."""
         self.architecture = str(metadata.get("general.architecture", ""))
         if self.architecture == "clip":
             raise ConfigError(
@@ -141,15 +141,12 @@ class ModelFacts:
         return float(f"{value:.7g}")
 
     def refuse_unread(self) -> None:
-        """Raise ConfigError for a key that changes results, and that no reader has read.
-
-        Call after all readers.
-        """
+        """Raise ConfigError for a key in ``_EFFECTS`` that was not read. Call after all readers."""
         for key, harmless in _EFFECTS.items():
             value = self.metadata.get(f"{self.architecture}.{key}")
             if value is None or key in self._read or value in harmless:
                 continue
-            # Scores are divided by the root of the head size anyway.
+            # The default scale of attention scores is also without effect.
             usual = self.head_size**-0.5
             is_usual = isinstance(value, int | float) and math.isclose(value, usual, rel_tol=1e-3)
             if key != "attention.scale" or not is_usual:
@@ -217,7 +214,7 @@ class ModelFacts:
 
     @property
     def layers(self) -> int:
-        """Number of layers, without those that predict further tokens."""
+        """Number of layers, without layers for multi-token prediction."""
         return self.integer("block_count") - self.integer("nextn_predict_layers", 0)
 
     def pattern(self, key: str, default: int) -> int | list[bool]:

@@ -1,4 +1,4 @@
-"""More readers for ``weft.gguf.rows``, as those in ``weft.gguf.row_facts``."""
+"""Fields of config.json of further architectures in ``weft.gguf.rows``; see ``weft.gguf.row_facts``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _GRANITE_HYBRID_CONTEXT = 131072
 
 def gemma2(facts: ModelFacts, _: Tensors) -> Fields:
     """Return the facts of Gemma 2. Raises ConfigError."""
-    # Constants of llama.cpp: every second layer is full; window and cap, if the file has none; scores are
-    # scaled by the head size, except in the largest model.
+    # Constants of llama.cpp: full attention in every second layer; default window and cap; the attention
+    # scale is by head size, except in the largest model.
     scale = facts.integer("attention.key_length")
     if facts.layers == _GEMMA2_LARGEST:
         scale = facts.integer("embedding_length") // facts.heads
@@ -89,7 +89,7 @@ def dots1(facts: ModelFacts, _: Tensors) -> Fields:
 
 
 def starcoder2(_: ModelFacts, tensors: Tensors) -> Fields:
-    """Return the facts of StarCoder 2. The window is that of all published sizes."""
+    """Return the facts of StarCoder 2. All published sizes have the same window."""
     made = biases(tensors, use_bias="attn_q")
     return made | {"hidden_act": "gelu_pytorch_tanh", "sliding_window": _STARCODER2_WINDOW}
 
@@ -98,7 +98,7 @@ def llama4(facts: ModelFacts, _: Tensors) -> Fields:
     """Return the facts of Llama 4. Raises ConfigError."""
     if not facts.integer("attention.sliding_window", 1):
         raise ConfigError("GGUF: llama4 without chunks of attention is not supported here", param="--model")
-    # Constants of llama.cpp: chunks, layers without rotation, and the growth of queries.
+    # Constants of llama.cpp: chunk size, layers without RoPE, and the temperature of queries.
     return {
         "intermediate_size": facts.integer("expert_feed_forward_length"),
         "intermediate_size_mlp": facts.integer("feed_forward_length"),
@@ -117,7 +117,7 @@ def llama4(facts: ModelFacts, _: Tensors) -> Fields:
 def kimi_linear(facts: ModelFacts, tensors: Tensors) -> Fields:
     """Return the facts of Kimi Linear beside latent attention. Raises ConfigError."""
     need_scores(facts, SIGMOID)
-    # Layers without KV heads are Kimi Delta Attention. No key has the number of their heads.
+    # Layers without KV heads are Kimi Delta Attention. Only a tensor's shape has the number of heads.
     types = [
         "full_attention" if heads else "linear_attention"
         for heads in facts.per_layer("attention.head_count_kv")
@@ -174,8 +174,8 @@ def mamba2(facts: ModelFacts, tensors: Tensors) -> Fields:
 def mamba(facts: ModelFacts, tensors: Tensors) -> Fields:
     """Return the facts of Mamba and Falcon Mamba. Raises ConfigError.
 
-    The file of a Falcon Mamba says that time steps, B and C are normed. The epsilon is that of the class of
-    transformers: no key has the number.
+    Falcon Mamba normalizes time steps, B and C. The epsilon is the default of transformers, because no key
+    has the epsilon.
     """
     normed = facts.flag("ssm.dt_b_c_rms", False)
     falcon = {"architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba"}
@@ -212,12 +212,12 @@ def jamba(facts: ModelFacts, tensors: Tensors) -> Fields:
 def _every(facts: ModelFacts, part: str, chosen: list[int]) -> Fields:
     """Return period and offset of the layers ``chosen`` of Jamba. Raises ConfigError for other layers."""
     first = chosen[0] if chosen else 0
-    # One layer has a period beyond the last layer, and no layer an offset beyond the last layer.
+    # For one layer, the period is beyond the last layer. For no layer, the offset is.
     period = chosen[1] - first if len(chosen) > 1 else facts.layers + 1
     offset = first if chosen else facts.layers
     if chosen != list(range(offset, facts.layers, period)):
         raise ConfigError(
-            f"GGUF: jamba with {part} layers {chosen}, which are not equally far apart, is not supported",
+            f"GGUF: jamba with {part} layers {chosen}, which have no fixed period, is not supported",
             param="--model",
         )
     return {f"{part}_layer_period": period, f"{part}_layer_offset": offset}
@@ -226,7 +226,7 @@ def _every(facts: ModelFacts, part: str, chosen: list[int]) -> Fields:
 def granite_hybrid(facts: ModelFacts, tensors: Tensors) -> Fields:
     """Return the facts of Granite 4 with Mamba2. Layers without KV heads are Mamba2. Raises ConfigError."""
     if facts.flag("rope.scaling.finetuned", False):
-        raise ConfigError("GGUF: granitehybrid with rotations (Bamba) is not supported here", param="--model")
+        raise ConfigError("GGUF: granitehybrid with RoPE (Bamba) is not supported here", param="--model")
     shared = "expert_shared_feed_forward_length" if facts.experts else "feed_forward_length"
     types = ["attention" if heads else "mamba" for heads in facts.per_layer("attention.head_count_kv")]
     scales = granite(facts, tensors, rotated=False)
@@ -247,7 +247,7 @@ def granite_hybrid(facts: ModelFacts, tensors: Tensors) -> Fields:
 
 
 def _mamba2(facts: ModelFacts, tensors: Tensors, layer: int = 0) -> Fields:
-    """Return the sizes of Mamba2, with the names of Granite and Falcon-H1. ``layer``: one with Mamba2."""
+    """Return the sizes of Mamba2, with the names of Granite and Falcon-H1. ``layer``: a Mamba2 layer."""
     heads = facts.integer("ssm.time_step_rank")
     return {
         "mamba_n_heads": heads,

@@ -1,7 +1,7 @@
 """Fields of config.json of the architectures in ``weft.gguf.rows``, from the metadata of a GGUF file.
 
-Keys follow the GGUF specification. Some facts are nowhere in a file, because llama.cpp has them as constants:
-the comments name these facts.
+Keys follow the GGUF specification. Some facts are constants of llama.cpp, not in the file. Comments name the
+constants.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def biases(tensors: Tensors, **fields: str) -> Fields:
 def windows(facts: ModelFacts, period: int, default: int = 0) -> Fields:
     """Return the window and the types of the layers; without a window, only null for the window.
 
-    The last of ``period`` layers attends to everything, if the file has no pattern. ``default``: window of a
-    file that has none. Raises ConfigError.
+    Without a pattern in the file, each last of ``period`` layers has full attention. ``default``: window for
+    a file without a window; 0 for none. Raises ConfigError.
     """
     window = facts.integer("attention.sliding_window", default)
     if not window:
@@ -70,7 +70,7 @@ def yarn_details(facts: ModelFacts) -> Fields:
         for field, key in keys.items()
         if facts.has(f"rope.scaling.yarn_{key}")
     }
-    if facts.family == "ministral3":  # the multiplier is the published value here, not a tenth
+    if facts.family == "ministral3":  # here the multiplier is the published value, not a tenth
         scale = facts.number("rope.scaling.yarn_log_multiplier")
         made |= {"mscale": scale, "mscale_all_dim": scale}
         made["llama_4_scaling_beta"] = facts.number("attention.temperature_scale")
@@ -79,8 +79,8 @@ def yarn_details(facts: ModelFacts) -> Fields:
 
 def gemma3(facts: ModelFacts, _: Tensors) -> Fields:
     """Return the facts of Gemma 3. Raises ConfigError."""
-    # Constants of llama.cpp: every sixth layer is full; the base of window layers in older files; scores are
-    # scaled by the head size, except in the largest model.
+    # Constants of llama.cpp: full attention in every sixth layer; default RoPE base of window layers; the
+    # attention scale is by head size, except in the largest model.
     scale = facts.integer("attention.key_length")
     if facts.layers == _GEMMA3_LARGEST:
         scale = facts.integer("embedding_length") // facts.heads
@@ -130,7 +130,7 @@ def gemma4(facts: ModelFacts, tensors: Tensors) -> Fields:
     if facts.integer("rope.dimension_count_swa", made["head_dim"]) != made["head_dim"]:
         raise ConfigError("GGUF: window layers with partial RoPE are not supported", param="--model")
     if not equal and len(set(kv_heads)) > 1:
-        raise ConfigError("GGUF: gemma4 with own values needs equal numbers of KV heads", param="--model")
+        raise ConfigError("GGUF: gemma4 needs attention_k_eq_v or equal KV heads per layer", param="--model")
     if (table := tensors.get("per_layer_token_embd.weight")) is not None:
         made["vocab_size_per_layer_input"] = table.shape[0]
     if facts.has("final_logit_softcapping"):
@@ -143,7 +143,7 @@ def gemma4(facts: ModelFacts, tensors: Tensors) -> Fields:
 
 
 def _rotated_share(tensors: Tensors, size: int) -> float:
-    """Return the share of rotated dims in full layers: the divisors of the others are huge.
+    """Return the share of rotated dims in full layers. The file has huge divisors for the other dims.
 
     Raises ConfigError for other divisors.
     """
@@ -151,7 +151,7 @@ def _rotated_share(tensors: Tensors, size: int) -> float:
     divisors = [] if stored is None else [float(value) for value in stored.data]
     rotated = sum(value == 1 for value in divisors)
     if len(divisors) != size // 2 or min(divisors[rotated:], default=1e30) < 1e29:
-        raise ConfigError("the GGUF file's rope_freqs.weight is not that of Gemma 4", param="--model")
+        raise ConfigError("the GGUF file's rope_freqs.weight does not fit Gemma 4", param="--model")
     return 2 * rotated / size
 
 
@@ -183,7 +183,7 @@ def lfm2(facts: ModelFacts, _: Tensors) -> Fields:
 
 
 def nemotron_h(facts: ModelFacts, tensors: Tensors) -> Fields:
-    """Return the facts of Nemotron-H and Nemotron 3. A layer is one part: the sizes say which.
+    """Return the facts of Nemotron-H and Nemotron 3. The sizes of a layer give its type.
 
     Raises ConfigError.
     """
@@ -297,7 +297,7 @@ def olmo2(facts: ModelFacts, tensors: Tensors) -> Fields:
 
 
 def smollm3(_: ModelFacts, tensors: Tensors) -> Fields:
-    """Return the facts of SmolLM3. Every fourth layer has no rotation, a constant of llama.cpp."""
+    """Return the facts of SmolLM3. Every fourth layer has no RoPE, a constant of llama.cpp."""
     made = biases(tensors, attention_bias="attn_q", mlp_bias="ffn_gate")
     return made | {"no_rope_layer_interval": 4, "use_sliding_window": False}
 
@@ -324,7 +324,7 @@ def ernie(facts: ModelFacts, tensors: Tensors) -> Fields:
 
 
 def hunyuan(facts: ModelFacts, tensors: Tensors) -> Fields:
-    """Return the facts of Hunyuan V1. The file's base of the rotation includes the factor alpha.
+    """Return the facts of Hunyuan V1. The RoPE base in the file includes the factor alpha.
 
     Raises ConfigError.
     """
@@ -369,7 +369,7 @@ def cohere2(facts: ModelFacts, _: Tensors) -> Fields:
 
 
 def need_scores(facts: ModelFacts, wanted: int) -> None:
-    """Raise ConfigError for a file with another function of the routers' scores."""
+    """Raise ConfigError unless the router's scoring function is ``wanted``."""
     if facts.integer("expert_gating_func", wanted) != wanted:
         raise ConfigError(
             f"the GGUF file's {facts.architecture}.expert_gating_func must be {wanted}", param="--model"
@@ -377,7 +377,7 @@ def need_scores(facts: ModelFacts, wanted: int) -> None:
 
 
 def _dense_size(tensors: Tensors) -> Fields:
-    """Return the size of the dense feed-forward by the tensor: files of Granite 4 state another size."""
+    """Return the size of the dense feed-forward from the tensor: the key of Granite 4 files is wrong."""
     gate = tensors.get("blk.0.ffn_gate.weight")
     return {} if gate is None else {"intermediate_size": gate.shape[0]}
 

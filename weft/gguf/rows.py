@@ -1,7 +1,6 @@
-"""Table of the architectures whose files need no code of their own: names, forms and facts by architecture.
+"""Table of GGUF architectures: tensor names, tensor forms and a reader of config fields by architecture.
 
-A row says how llama.cpp stores the family. The published names are in the spelling of Llama, which
-``weft.models.declared.names`` reads.
+Published names follow Llama's spelling, which ``weft.models.declared.names`` reads.
 """
 
 from __future__ import annotations
@@ -17,38 +16,38 @@ from weft.gguf.model_facts import ModelFacts
 from weft.gguf.row_facts import Fields, Tensors
 
 _OUTPUT_NORM = {"post_attention_norm": "post_attention_layernorm"}
-"""Norm before the feed-forward under the name of a norm behind attention."""
+"""A norm before the feed-forward that the file names after attention."""
 _POST_NORMS = {**_OUTPUT_NORM, "post_ffw_norm": "post_feedforward_layernorm"}
 _BOTH_NORMS = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 
 
 class GgufRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One architecture. The defaults describe a file with the published weights as they are."""
+    """One architecture. The defaults describe a file with unchanged weights and Llama's names."""
 
     read: Callable[[ModelFacts, Tensors], Fields]
     """Reader of the facts beyond sizes."""
     names: dict[str, str] = {}
     """Tensor of a layer -> published name within the layer, where the name differs from Llama's."""
     halves: bool = False
-    """True if the file has the rows of queries and keys in pairs of neighbours, as for Llama."""
+    """True if the rows of queries and keys need ``TensorForm.HALVES``, as for Llama."""
     centred: bool = False
     """True if the file adds 1 to the weights of norms."""
     partial: bool = False
-    """True if heads may be rotated in part."""
+    """True if partial RoPE is supported."""
     layer_norm: str = ""
     """Field of config.json for the epsilon of norms that subtract the mean; "" for RMS norms."""
     facts: tuple[str, ...] = ()
     """Tensors for facts of config.json, not weights."""
     own_rope: bool = False
-    """True if ``read`` returns the rotations, so ``rope_freqs.weight`` has no other reader."""
+    """True if ``read`` returns the RoPE fields and reads ``rope_freqs.weight``."""
     prefix: str = "model.layers"
     """Published name of the layers."""
     top: dict[str, str] = {}
-    """Tensor outside the layers, without its ending -> published name, beside Llama's."""
+    """Tensor outside the layers, without ending -> published name, in addition to Llama's."""
     bare: dict[str, str] = {}
-    """Tensor of a layer, with its ending -> published name, where the endings differ."""
+    """Tensor of a layer, with ending -> published name, if the endings differ."""
     forms: dict[str, str] = {}
-    """Tensor of a layer, with its ending -> name of its ``TensorForm``, if not published so."""
+    """Tensor of a layer, with ending -> name of the ``TensorForm``, if not ``STORED``."""
     experts: tuple[str, ...] = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
     """Published names of the experts' block and of the matrices gate, up, down of an expert."""
 
@@ -81,7 +80,7 @@ _LFM2 = GgufRow(
 )
 _NEMOTRON_H = GgufRow(
     read=row_facts.nemotron_h,
-    halves=True,  # the converter does so, although nothing is rotated
+    halves=True,  # the converter reorders rows, although the model has no RoPE
     prefix="backbone.layers",
     names={
         "attn_norm": "norm",
@@ -254,10 +253,10 @@ ROWS: dict[str, GgufRow] = {
         prefix="backbone.layers",
         names={
             "attn_norm": "norm",
-            **{name: theirs.replace("mamba.", "mixer.") for name, theirs in _MAMBA2.items()},
+            **{name: published.replace("mamba.", "mixer.") for name, published in _MAMBA2.items()},
         },
         top={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
-        bare={name: theirs.replace("mamba.", "mixer.") for name, theirs in _MAMBA2_BARE.items()},
+        bare={name: published.replace("mamba.", "mixer.") for name, published in _MAMBA2_BARE.items()},
         forms=_MAMBA2_FORMS,
     ),
     "mamba": GgufRow(
@@ -265,7 +264,7 @@ ROWS: dict[str, GgufRow] = {
         prefix="backbone.layers",
         names={
             "attn_norm": "norm",
-            **{name: theirs.replace("mamba.", "mixer.") for name, theirs in _MAMBA1.items()},
+            **{name: published.replace("mamba.", "mixer.") for name, published in _MAMBA1.items()},
         },
         top={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
         bare={"ssm_a": "mixer.A_log", "ssm_d": "mixer.D"},
@@ -287,7 +286,7 @@ ROWS: dict[str, GgufRow] = {
     ),
     "granitehybrid": GgufRow(
         read=more_facts.granite_hybrid,
-        halves=True,  # the converter does so, although nothing is rotated
+        halves=True,  # the converter reorders rows, although the model has no RoPE
         names={
             **_MAMBA2,
             "ffn_gate": "shared_mlp.gate_proj",

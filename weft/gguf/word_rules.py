@@ -1,13 +1,13 @@
-"""Word rules of published vocabularies that a GGUF file names in ``tokenizer.ggml.pre``.
+"""Pre-tokenization rules of published vocabularies. A GGUF file names the rule in ``tokenizer.ggml.pre``.
 
-The patterns are facts of the published tokenizer.json or tekken.json of the named models, or of the model's
-own code (Kimi). A rule is a sequence of cuts: each cut divides the remaining pieces of the previous cut.
+Sources: the published tokenizer.json or tekken.json of the named models, or the model's own code (Kimi). A
+rule is a sequence of cuts. Each cut divides the remaining pieces of the previous cut.
 """
 
 from __future__ import annotations
 
 DIGITS = "digits"
-"""A cut in place of a pattern: every numeric character alone (``Digits`` of tokenizers)."""
+"""Stands for a pattern: every digit becomes a piece of its own (``Digits`` of tokenizers)."""
 
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -24,7 +24,7 @@ QWEN35 = (
     rf"{_CONTRACTIONS}|{_BEFORE}[\p{{L}}\p{{M}}]+"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
-"""Qwen 3.5: marks belong to letters."""
+"""Qwen 3.5: Unicode marks count as letters."""
 
 DEEPSEEK_V3 = (
     r"\p{N}{1,3}",
@@ -34,8 +34,8 @@ DEEPSEEK_V3 = (
 )
 """DeepSeek V3, R1 and later."""
 
-# Letters of scripts with cases, in the order of the published pattern. Escapes, because some of the letters
-# look like letters of other blocks.
+# Letters of scripts with upper and lower case, in the order of the published pattern. Written as escapes,
+# because some letters look like letters of other blocks.
 _CASED_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
     "\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481"
@@ -71,7 +71,7 @@ HAN = "|".join(
         _SPACES,
     ]
 )
-"""Kimi: Han characters never stand in a word with other letters."""
+"""Kimi: a piece never mixes Han characters with other letters."""
 
 KIMI_LIMITS = {"longest_text": 400_000, "longest_run": 25_000}
 """Cuts of Kimi's tokenizer before the rule: fields of ``weft.text.segments.Segmentation``."""

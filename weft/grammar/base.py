@@ -1,6 +1,5 @@
 """The interface of grammar backends: one compiler per model, one compiled grammar per source, one matcher per
-sequence.
-"""
+sequence."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ class Compiler(Protocol):
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Return the compiled grammar. Raises InvalidRequest (400), with the keyword or position, for a
-        grammar the backend cannot enforce exactly.
-        """
+        grammar the backend cannot enforce exactly."""
 
 
 class GrammarCompiler(Compiler, Protocol):
@@ -90,8 +88,7 @@ class GrammarCompiler(Compiler, Protocol):
 
     def lower(self, grammar: Grammar) -> str:
         """Return the grammar in the library's own language. Raises InvalidRequest (400), with the keyword or
-        position, for a grammar the backend cannot enforce exactly.
-        """
+        position, for a grammar the backend cannot enforce exactly."""
 
     def build(self, source: str, nbytes: int = 0) -> CompiledGrammar:
         """Compile the source made by ``lower``. Releases the GIL. Raises InvalidRequest.

@@ -1,7 +1,6 @@
 """The addresses from which an image may be fetched: public unicast addresses only.
 
-The allow-list is explicit, because the definition of global addresses in Python's ``ipaddress`` differs
-between releases.
+The networks are listed here, because ``ipaddress.is_global`` differs between releases of Python.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def is_public(address: str) -> bool:
     """Return True if ``address`` (in the form of ``getaddrinfo``) is a public internet address."""
     try:
         found = ip_address(address)
-    except ValueError:  # for example an address with a zone
+    except ValueError:
         return False
     if isinstance(found, IPv6Address):
         mapped = found.ipv4_mapped

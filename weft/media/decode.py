@@ -1,4 +1,4 @@
-"""Decode images to pixels with Pillow like the reference processors: upright, RGB on white, resized.
+"""Decode images to pixels with Pillow, as the reference processors do: upright, RGB on white, resized.
 
 Only this module imports Pillow, at first use. Pillow is an extra (``weft[vision]``).
 """
@@ -63,8 +63,8 @@ def group_pixels(
 def pixels_of(data: bytes | memoryview, header: ImageHeader, target: Target) -> bytes:
     """Return uint8 [height, width, 3] of one file as bytes: upright, on white, resized.
 
-    The caller must have checked the pixel count of ``header`` against the server's limit: Pillow's own
-    limit is switched off for the process. Raises BadMedia for a damaged file, for a size other than the
+    The caller must have checked the pixel count of ``header`` against the server's limit, because Pillow's
+    own limit is disabled for the process. Raises BadMedia for a damaged file, for a size other than the
     header's, for lack of memory, and without Pillow.
     """
     return _views_of(data, header, (target,))[0]
@@ -131,7 +131,7 @@ def views(image: Image, targets: Sequence[Target]) -> list[bytes]:
     return made
 
 
-def finished(image: Image, target: Target) -> bytes:
+def view(image: Image, target: Target) -> bytes:
     """Return the pixels of one target of an upright image; see ``views``."""
     return views(image, (target,))[0]
 
@@ -144,7 +144,7 @@ def _resized(image: Image, target: Target) -> Image:
     height, width = target.canvas
     if (width, height) == image.size:
         return image
-    # [height, width, 3]; the image is in the upper left corner, the rest stays black.
+    # [height, width, 3]: the image in the upper left corner, the rest black.
     canvas = images.new("RGB", (width, height))
     canvas.paste(image, (0, 0))
     return canvas
@@ -153,7 +153,7 @@ def _resized(image: Image, target: Target) -> Image:
 def key_of(pixels: bytes | memoryview, target: Target) -> bytes:
     """Return the cache key of an item: a hash of the pixels, their shape and the model's processing.
 
-    Equal tiles have one key, wherever they are in an image.
+    Equal tiles have the same key at every position of an image.
     """
     found = blake2b(digest_size=KEY_BYTES)
     for part in (target.fingerprint, repr(target.shape).encode()):

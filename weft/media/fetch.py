@@ -1,8 +1,8 @@
-"""Fetch one file by http(s) for a client that may try to reach internal hosts through this server.
+"""Fetch one file by http(s), with protection against server-side request forgery (SSRF).
 
-The host is resolved once, and every address must be public. The connection goes to one of these addresses,
-not to the name. A later change of the name's addresses therefore has no effect. Each redirect is a new URL
-with the same checks. Proxies and credentials of the environment are not used.
+The host is resolved once, and every address must be public. The connection goes to one of the checked
+addresses, not to the name, so that a later change of DNS (rebinding) has no effect. Each redirect is checked
+like the first URL. Proxies and credentials of the environment are not used.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Fetcher:
         permits: Callable[[str], bool] = is_public,
         secure: ssl.SSLContext | None = None,
     ) -> None:
-        """``allowed``: entries of ``--allowed-media-domains``; none refuses every URL. ``most_bytes``:
-        maximum bytes of a file. ``seconds``: limit of a fetch including redirects; only a name lookup may
-        exceed the limit. ``permits``: check of addresses. ``secure``: TLS settings; None for the
-        system's."""
+        """``allowed``: entries of ``--allowed-media-domains``; an empty list refuses every URL.
+        ``most_bytes``: maximum bytes of a file. ``seconds``: limit of a fetch including redirects; only a
+        name lookup may exceed the limit. ``permits``: check of addresses. ``secure``: TLS settings; None for
+        the system's."""
         self._allowed = allowed
         self._most = most_bytes
         self._seconds = seconds
@@ -73,7 +73,7 @@ class Fetcher:
         """Return the file, or the address of a redirect. The connection is closed at the return. Raises
         BadMedia, OSError (TimeoutError past the deadline) or HTTPException."""
         with self._connect(address, deadline) as link:
-            watched = _Watched(link, deadline)
+            watched = _SocketWithDeadline(link, deadline)
             link.sendall(_request(address, video))
             answer = http.client.HTTPResponse(watched, method="GET")  # type: ignore[arg-type]
             try:
@@ -135,8 +135,8 @@ class Fetcher:
         raise failure
 
 
-class _Watched:
-    """The socket for ``HTTPResponse``. Each read may use the time left before the deadline."""
+class _SocketWithDeadline:
+    """The socket interface that ``HTTPResponse`` needs, with a deadline for all reads."""
 
     def __init__(self, link: socket.socket, deadline: float) -> None:
         self._link = link
@@ -144,11 +144,11 @@ class _Watched:
 
     def makefile(self, mode: str) -> object:
         """Return the reader for the response. ``mode`` is "rb"."""
-        return io.BufferedReader(_Reads(self._link, self._deadline), _PIECE)
+        return io.BufferedReader(_SocketReader(self._link, self._deadline), _PIECE)
 
 
-class _Reads(io.RawIOBase):
-    """Reads of a socket with one deadline for all reads, so that a slow server cannot prolong a fetch."""
+class _SocketReader(io.RawIOBase):
+    """A reader with one deadline for all reads, so that a slow server cannot prolong a fetch."""
 
     def __init__(self, link: socket.socket, deadline: float) -> None:
         self._link = link

@@ -26,20 +26,19 @@ _MOST_ENTRIES = 4096
 _PNG_XMP = b"XML:com.adobe.xmp\0"
 MOST_SCANS = 100
 """Maximum scans of a JPEG. Encoders write about ten. Each scan covers all pixels."""
-_MOST_TURNS = 1 << 17
+_MOST_PARTS = 1 << 17
 """Maximum parts of any kind examined in a file. Real files have far fewer."""
 
 
 class ImageHeader(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The facts of an image before decoding."""
+    """The header of an image file."""
 
     format: Format
     width: int
     """Stored width in pixels, before orientation."""
     height: int
     orientation: int = 1
-    """EXIF orientation, 1 to 8: the turn from stored to shown pixels."""
-
+    """EXIF orientation, 1 to 8: the rotation or reflection from stored to displayed pixels."""
     scans: int = 1
     """Passes of the decoder over all pixels."""
 
@@ -50,7 +49,7 @@ class ImageHeader(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def shown(self) -> tuple[int, int]:
-        """(height, width) of the shown image."""
+        """(height, width) of the displayed image."""
         return (self.width, self.height) if self.orientation >= 5 else (self.height, self.width)
 
 
@@ -86,7 +85,7 @@ def _jpeg(view: memoryview) -> ImageHeader:
     """Return the header of a JPEG: markers are read up to the frame header (SOF). Raises BadMedia."""
     at = 2
     orientation = 0
-    for _ in range(_MOST_TURNS):
+    for _ in range(_MOST_PARTS):
         if view[at] != 0xFF:
             raise BadMedia("is damaged: only its first bytes are a JPEG")
         at += 1
@@ -118,20 +117,18 @@ def _jpeg(view: memoryview) -> ImageHeader:
 
 
 _MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.DOTALL)
-"""A marker: neither 0xFF in pixel data (followed by a zero byte) nor a restart marker between rows of
-pixels.
-"""
+"""A marker, except restart markers. In pixel data, a zero byte follows each 0xFF byte."""
 
 
 def _scans(view: memoryview, at: int) -> int:
     """Return the number of scans of a JPEG from ``at`` on, at least 1. Raises BadMedia for more than
     ``MOST_SCANS`` scans, and IndexError for a cut marker.
 
-    The function skips parts like a decoder: bytes without a marker are skipped, and comments or camera
-    previews do not count. Markers below 0xC0 have no length: a decoder skips such a marker alone, or fails.
+    Follows a decoder: skips bytes without a marker, and does not count scans in comments or previews. A
+    marker below 0xC0 has no length.
     """
     found = 0
-    for _ in range(_MOST_TURNS):
+    for _ in range(_MOST_PARTS):
         at = _behind_marker(view, at)
         if at < 0 or view[at - 1] == 0xD9:
             return max(found, 1)
@@ -204,7 +201,7 @@ def _png(view: memoryview) -> ImageHeader:
     for name, data in _png_chunks(view):
         if name == b"acTL" and struct.unpack_from(">I", data)[0] > 1:
             raise _animated()
-        # The EXIF chunk wins over XMP, whatever the order.
+        # The EXIF chunk has precedence over XMP, in any order.
         if name == b"eXIf":
             orientation = _exif(data) or orientation
         if name == b"iTXt" and bytes(data[: len(_PNG_XMP)]) == _PNG_XMP and not data[len(_PNG_XMP)]:
@@ -216,7 +213,7 @@ def _png_chunks(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
     """Yield (name, data) of each chunk, up to IEND or the end of the file. The data of the last chunk may
     be cut off. Raises BadMedia for too many chunks."""
     at = 8
-    for _ in range(_MOST_TURNS):
+    for _ in range(_MOST_PARTS):
         if at + 12 > len(view):
             return
         size, name = struct.unpack_from(">I4s", view, at)
@@ -236,7 +233,7 @@ def _webp(view: memoryview) -> ImageHeader:
             if data[0] & 0x02:
                 raise _animated()
             found = 1 + int.from_bytes(data[4:7], "little"), 1 + int.from_bytes(data[7:10], "little")
-        # the canvas size in VP8X wins
+        # The canvas size in VP8X has precedence.
         elif name == b"VP8L" and found is None:
             (bits,) = struct.unpack_from("<I", data, 1)
             found = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
@@ -258,7 +255,7 @@ def _webp_chunks(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
     """Yield (name, data) of each chunk. Chunks are padded to even sizes. Raises BadMedia for too many
     chunks."""
     at = 12
-    for _ in range(_MOST_TURNS):
+    for _ in range(_MOST_PARTS):
         if at + 8 > len(view):
             return
         name, size = struct.unpack_from("<4sI", view, at)
@@ -273,7 +270,7 @@ def _gif(view: memoryview) -> ImageHeader:
     width, height, flags = struct.unpack_from("<HHB", view, 6)
     at = 13 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0)
     frames = 0
-    for _ in range(_MOST_TURNS):
+    for _ in range(_MOST_PARTS):
         if at >= len(view) or (kind := view[at]) == 0x3B:
             break
         # 0x21: extension; 0x2C: image; 0x3B: trailer.
@@ -299,7 +296,7 @@ def _gif(view: memoryview) -> ImageHeader:
 def _after_blocks(view: memoryview, at: int) -> int:
     """Return the position behind a chain of length-prefixed blocks starting at ``at``; may lie behind the
     end of the file. Raises BadMedia for too many blocks."""
-    for _ in range(_MOST_TURNS):
+    for _ in range(_MOST_PARTS):
         if at >= len(view) or not view[at]:
             return at + 1
         at += 1 + view[at]

@@ -1,4 +1,4 @@
-"""Images of callers in this process: fetched and decoded here, because the caller owns the images."""
+"""Images of callers in this process (``LLM``), fetched and decoded here instead of in worker processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.media.headers import ImageHeader
 from weft.media.local_videos import LocalVideos
 from weft.media.media_errors import INVALID, BadMedia
 from weft.media.media_items import item_of
-from weft.media.pictures import Asked, NeedsFiles, Picture, Pictures, headers_of, runs_of
+from weft.media.pictures import ImageSource, NeedsFiles, Picture, Pictures, headers_of, runs_of
 from weft.media.video_header import Header, VideoHeader
 from weft.types.media_item import MediaItem
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LocalPictures:
-    """The work of ``Pictures`` and of media workers for a caller without a server. Thread-safe."""
+    """Measures, fetches and decodes images for a caller without a server. Thread-safe."""
 
     def __init__(self, facts: MediaFacts, section: MediaSection) -> None:
         self.facts = facts
@@ -32,11 +32,11 @@ class LocalPictures:
         self._fetcher = Fetcher(section.allowed_media_domains, section.max_image_bytes, section.media_timeout)
 
     def videos(self) -> LocalVideos:
-        """Return the video files of a new request, none so far."""
+        """Return an empty ``LocalVideos`` for a new request."""
         return LocalVideos(self._pictures, self._fetcher)
 
     def measured(
-        self, parts: Sequence[Asked], videos: LocalVideos | None = None
+        self, parts: Sequence[ImageSource], videos: LocalVideos | None = None
     ) -> tuple[list[Picture], list[MediaItem]]:
         """Return the pictures of ``parts`` in order (images, or tiles of images, and frame groups), and the
         item of each, at position 0, with pixels. Fetches and decodes here, and blocks meanwhile. ``videos``:
@@ -88,7 +88,7 @@ class LocalPictures:
 
 
 class _Named(msgspec.Struct, frozen=True):
-    """A part with a name (or URL) for each image."""
+    """A part with a URL or a name for each image."""
 
     frames: tuple[Any, ...]
     where: str
@@ -103,9 +103,9 @@ class _Named(msgspec.Struct, frozen=True):
         return self.places[number]
 
 
-def _named(part: Asked, opened: dict[str, Image]) -> _Named:
+def _named(part: ImageSource, opened: dict[str, Image]) -> _Named:
     """Return ``part`` with a name for each open Pillow image. The upright images are added to ``opened`` by
-    name. Raises InvalidRequest for a source that is no URL and no readable image."""
+    name. Raises InvalidRequest for a source that is neither a URL nor a readable image."""
     places = tuple(part.place(number) for number in range(len(part.frames)))
     names = []
     for source, where in zip(part.frames, places, strict=True):
@@ -133,7 +133,7 @@ def _upright(source: Any) -> Image:
     from PIL import Image, ImageOps
 
     if not isinstance(source, Image.Image):
-        raise BadMedia("must be a URL or an image of Pillow's", INVALID)
+        raise BadMedia("must be a URL or a Pillow image", INVALID)
     try:
         return ImageOps.exif_transpose(source)
     except Exception:  # Pillow may read the file only now

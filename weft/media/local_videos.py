@@ -1,4 +1,4 @@
-"""Video files of a caller in this process: fetched and decoded here, because the caller owns them."""
+"""Video files of callers in this process (``LLM``), fetched and decoded here."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from weft.media.fetch import Fetcher
 from weft.media.media_errors import BadMedia
 from weft.media.media_items import item_of
-from weft.media.pictures import NeedsFiles, Picture, Pictures, Wanted
+from weft.media.pictures import FileToFetch, NeedsFiles, Picture, Pictures
 from weft.media.video import groups_of, header_of
-from weft.media.video_choice import AskedFile, choosing
+from weft.media.video_choice import VideoSource, choosing
 from weft.media.video_header import BadVideo, Header, VideoHeader, of_video
 from weft.types.media_item import MediaItem
 from weft.types.video_clip import VideoClip
@@ -25,7 +25,7 @@ class LocalVideos:
         self.headers: dict[str, Header] = {}
         """Headers by name of the file."""
 
-    def choose(self, files: Sequence[AskedFile], most: int) -> list[VideoClip]:
+    def choose(self, files: Sequence[VideoSource], most: int) -> list[VideoClip]:
         """Return the chosen frames of each file. Fetches and reads files here. ``most``: maximum frames of a
         file. Raises InvalidRequest with the part."""
         chosen = choosing(self._pictures, self.headers)
@@ -37,7 +37,7 @@ class LocalVideos:
                 self._read(wanted)
         return chosen(files, most)
 
-    def _read(self, wanted: Wanted) -> None:
+    def _read(self, wanted: FileToFetch) -> None:
         """Fetch one file if necessary, and read its header. Raises InvalidRequest with the part."""
         section = self._pictures.section
         try:

@@ -1,4 +1,4 @@
-"""Errors of an image, independent of the image's place in a request."""
+"""Errors of an image. The place in the request is added later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNREACHABLE = "image_fetch_failed"
 
 @contextlib.contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Raise an InvalidRequest of the block again, with ``where`` in front and as the parameter."""
+    """Prefix each InvalidRequest of the block with ``where``, and set ``where`` as the parameter."""
     try:
         yield
     except InvalidRequest as error:

@@ -14,11 +14,11 @@ log = get_logger(__name__)
 class MediaMemory:
     """Memory of the images of one API server. Used from its event loop."""
 
-    def __init__(self, most: int, *, apart: bool = False) -> None:
-        """``most``: limit in bytes. ``apart``: clients share the limit fairly."""
+    def __init__(self, most: int, *, per_client: bool = False) -> None:
+        """``most``: limit in bytes. ``per_client``: also limit each client, see ``has_room``."""
         self.most = most
         self.used = 0
-        self._apart = apart
+        self._per_client = per_client
         self._used_by: dict[int, int] = {}
         """Bytes by client, for clients with any."""
         self.descriptors = 0
@@ -28,7 +28,7 @@ class MediaMemory:
     @property
     def most_of_client(self) -> int:
         """Maximum bytes of one client if no other client uses any."""
-        return self.most // 2 if self._apart else self.most
+        return self.most // 2 if self._per_client else self.most
 
     def lease(self, client: int = 0) -> MediaLease:
         """Return an empty lease for one request of a client."""
@@ -37,12 +37,11 @@ class MediaMemory:
     def has_room(self, client: int, size: int) -> bool:
         """Return True if ``client`` may take ``size`` more bytes.
 
-        With ``apart``, a client never uses more bytes than stay free. A single client gets a half, two
-        clients get a third each. Room for one more client therefore always remains, without a known number of
-        clients.
+        With ``per_client``, the use of a client never exceeds the free bytes. A single client gets at most a
+        half, and two clients at most a third each. Another client therefore always finds free memory.
         """
         free = self.most - self.used - size
-        return free >= (self._used_by.get(client, 0) + size if self._apart else 0)
+        return free >= (self._used_by.get(client, 0) + size if self._per_client else 0)
 
     def add(self, client: int, size: int) -> None:
         """Add ``size`` bytes (may be negative) to the client's use, without a check of the limit."""
@@ -80,8 +79,8 @@ class MediaLease:
         self._shared: list[SharedBytes] = []
 
     def take(self, size: int) -> None:
-        """Take ``size`` more bytes. Raises Overloaded if there is no room now, InvalidRequest if there is
-        never enough room; then nothing is taken."""
+        """Take ``size`` more bytes. Raises Overloaded if the memory is in use, and InvalidRequest if the
+        request exceeds the limit. After an error, nothing is taken."""
         memory = self._memory
         if self.size + size > memory.most_of_client:
             raise InvalidRequest(
@@ -109,7 +108,7 @@ class MediaLease:
         return made
 
     def close(self) -> None:
-        """Return all bytes and close the shared memory, which nobody can open afterwards. Idempotent."""
+        """Return all bytes and close the shared memory. Engines cannot open it afterwards. Idempotent."""
         self.give(self.size)
         self._memory.descriptors -= len(self._shared)
         for one in self._shared:

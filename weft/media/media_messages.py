@@ -39,10 +39,10 @@ class WorkerRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """The pixels of one item, an image or a part of an image, as a model needs the item."""
+    """Size and position of the pixels of one item: an image, or a part (tile) of an image."""
 
     height: Side
-    """Height and ``width`` of the resized image."""
+    """Height of the resized image in pixels."""
     width: Side
     canvas: tuple[Side, Side]
     """(height, width) of all pixels. The image is in the upper left corner; the rest is black."""

@@ -36,11 +36,11 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 NICENESS = 10
-"""Lower priority than the workers that read requests."""
+"""Niceness of a worker. Workers that read requests have higher priority."""
 LONG_NICENESS = 19
 """Niceness of a long decode."""
 GRACE_S = 1.0
-"""Seconds after a fetch's own deadline before the fetch is interrupted, wherever it waits."""
+"""Seconds after a fetch's own deadline before a signal interrupts the fetch, also in a name lookup."""
 
 
 def main(make: Callable[..., Fetcher] = Fetcher) -> None:
@@ -62,16 +62,16 @@ def main(make: Callable[..., Fetcher] = Fetcher) -> None:
 
 
 def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[bytes, ...]:
-    """Return the reply to one task, in pieces. An error of the image, lack of memory and a time-out are
-    replies too. Pixels go to shared memory if possible, and then are not part of the reply. Raises
-    ValueError or msgspec.DecodeError for an invalid payload."""
+    """Return the reply to one task, in pieces. Errors of the image, lack of memory and time-outs are replies,
+    too. If possible, pixels go to shared memory instead of the reply. Raises ValueError or
+    msgspec.DecodeError for an invalid payload."""
     try:
         task, data = task_of(payload)
         if isinstance(task, Decode):
             # Long decodes must not slow down the engines and other requests.
-            return _stepping_back(lambda: _decoded(task, data))
+            return _lowering_priority(lambda: _decoded(task, data))
         if not isinstance(task, Fetch):
-            return _stepping_back(lambda: video_reply(task, data, rules.most_pixels))
+            return _lowering_priority(lambda: video_reply(task, data, rules.most_pixels))
         with _interrupted(rules.seconds + GRACE_S):
             return packed(MediaDone()), fetcher.fetch(task.url, task.most_bytes, video=task.video)
     except BadMedia as error:
@@ -83,9 +83,9 @@ def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[byt
         return (packed(MediaDone(reason="took too long to fetch", code=UNREACHABLE)),)
 
 
-def _stepping_back(work: Callable[[], T]) -> T:
-    """Return the result of ``work``, run in a new thread, or raise its exception. The thread gets the
-    lowest priority if the work is long. Raises MemoryError if no thread can start."""
+def _lowering_priority(work: Callable[[], T]) -> T:
+    """Run ``work`` in a new thread and return the result, or raise the exception of ``work``. After
+    ``LONG_S`` seconds, the thread gets the lowest priority. Raises MemoryError if no thread can start."""
     found: list[T] = []
     failed: list[BaseException] = []
 
@@ -115,7 +115,7 @@ def _decoded(task: Decode, data: memoryview) -> tuple[bytes, ...]:
 
 
 def _files(task: Decode, data: memoryview) -> list[tuple[bytes | memoryview, ImageHeader]]:
-    """Return the files of ``task``, which stand one after another behind the head."""
+    """Return (bytes, header) of each file of ``task``. ``data``: the concatenated files."""
     ends = list(itertools.accumulate(file.size for file in task.files))
     cuts = zip([0, *ends], ends, task.files, strict=False)
     return [(data[begin:end], file.header) for begin, end, file in cuts]

@@ -1,4 +1,4 @@
-"""The images and video frames of a prompt before decoding: checked, measured and counted by header alone."""
+"""The images and video frames of a prompt before decoding: checks, sizes and token counts from headers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LOW_PIXELS = 512 * 512
 MOST_BETWEEN = 64 << 20
 """Maximum pixels between the two passes of a resize: rows of the image times columns of the result.
 
-A pixel needs 4 bytes. Only an image of extreme shape has more pixels, for example a column of 200,000. A
-larger ``max_image_pixels`` raises the limit.
+A pixel needs 4 bytes. Only images of extreme shape exceed the limit, for example 1 x 200,000 pixels. A larger
+``max_image_pixels`` raises the limit.
 """
 
 
-class Asked(Protocol):
+class ImageSource(Protocol):
     """A message part with images (``ImagePart`` or ``VideoPart`` of ``weft.text``)."""
 
     @property
@@ -61,7 +61,7 @@ class Asked(Protocol):
         """Return the place of a frame in the request, for errors."""
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class FileToFetch(msgspec.Struct, frozen=True):
     """A file to fetch."""
 
     url: str
@@ -78,15 +78,15 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class NeedsFiles(Exception):
-    """Files must be fetched before the request can be read. The request must then be read again."""
+    """Files must be fetched first. Fetch ``wanted``, then read the request again."""
 
-    def __init__(self, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, wanted: Sequence[FileToFetch]) -> None:
         super().__init__()
         self.wanted = list(wanted)
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """An image, or a frame of a video, with its file received or fetched."""
+    """An image, or a frame of a video. The file is available."""
 
     where: str
     """The place in the request, for errors."""
@@ -114,7 +114,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     start: int = 0
     """Position of the first placeholder token."""
     number: int = 0
-    """Number of the part within its image. The parts of an image follow each other."""
+    """Index of the part in its image. The parts of an image are consecutive."""
     front: tuple[int, ...] = ()
     """Tokens of text in front of the part; see ``View.front``."""
     lag: int | None = None
@@ -122,7 +122,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def more(self) -> int:
-        """Number of tokens that the picture adds to the prompt with one placeholder for each image."""
+        """Number of tokens that the picture adds to a prompt that has one placeholder per image."""
         return self.count + len(self.front) - (self.number == 0)
 
     @property
@@ -132,7 +132,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.frames) * height * width * 3
 
 
-def headers_of(wanted: Sequence[Wanted], files: Mapping[str, memoryview]) -> dict[str, ImageHeader]:
+def headers_of(wanted: Sequence[FileToFetch], files: Mapping[str, memoryview]) -> dict[str, ImageHeader]:
     """Return URL -> header for fetched files. ``files``: URL -> file, with every wanted URL. Raises
     InvalidRequest with the part for an unusable file. Video files are left out."""
     found = {}
@@ -147,7 +147,7 @@ def headers_of(wanted: Sequence[Wanted], files: Mapping[str, memoryview]) -> dic
 
 
 class Pictures:
-    """Measures images by a model's facts and a server's limits. Thread-safe."""
+    """Checks and measures images by the model's sizes and the server's limits. Thread-safe."""
 
     def __init__(self, facts: MediaFacts, section: MediaSection) -> None:
         """``facts``: image sizes of the model. ``section``: limits and allowed domains of the server."""
@@ -168,7 +168,7 @@ class Pictures:
             tiles=facts.tiles and msgspec.structs.replace(facts.tiles, least=1, most=1),
         )
 
-    def measured(self, parts: Sequence[Asked], known: Mapping[str, Header]) -> list[Picture]:
+    def measured(self, parts: Sequence[ImageSource], known: Mapping[str, Header]) -> list[Picture]:
         """Return one picture per image and per frame group of ``parts``, in order.
 
         ``known`` maps the URLs of fetched files, and the names of video files, to headers. Raises
@@ -182,7 +182,7 @@ class Pictures:
         sources = itertools.chain.from_iterable(each)
         wanted = {source: where for source, where in sources if self._is_missing(source, where, known)}
         if wanted:
-            raise NeedsFiles([Wanted(url, where) for url, where in wanted.items()])
+            raise NeedsFiles([FileToFetch(url, where) for url, where in wanted.items()])
         found: list[Picture] = []
         work = 0
         for part, places in zip(parts, each, strict=True):
@@ -225,7 +225,7 @@ class Pictures:
     def _frame(self, source: str, where: str, known: Mapping[str, Header]) -> Frame:
         """Return the checked frame of one source: a known file, or a ``data:`` URL that is decoded here.
         Raises InvalidRequest."""
-        # A client may spell the name of a video file as the URL of an image.
+        # Accept image headers only: a client may send the name of a video file as the URL of an image.
         if isinstance(header := known.get(source), ImageHeader):
             return self._checked(Frame(where=where, header=header, url=source))
         try:
@@ -247,9 +247,9 @@ class Pictures:
         return frame
 
     def fitted(self, frame: Frame, detail: str = "auto") -> list[Picture]:
-        """Return the items of one image, fitted to the model's sizes: one, or tiles. ``detail``: "low" limits
-        the image to ``LOW_PIXELS``, and to one tile. Raises InvalidRequest for an image over the server's
-        limit or outside the model's sizes."""
+        """Return the items of one image, fitted to the model's sizes: one item, or one per tile. ``detail``:
+        "low" limits the image to ``LOW_PIXELS`` and one tile. Raises InvalidRequest for an image over the
+        server's limit or outside the model's sizes."""
         facts = self._low if detail == "low" else self.facts
         height, width = self._checked(frame).header.shown
         with naming(frame.where):
@@ -262,7 +262,7 @@ class Pictures:
         height, width = frame.header.shown
         if height * columns > max(MOST_BETWEEN, self.section.max_image_pixels):
             raise BadMedia(
-                f"has {width} x {height} pixels; too long to resize; send a part of the image",
+                f"has {width} x {height} pixels, a shape too long to resize; send a part of the image",
                 TOO_LARGE,
             ).at(frame.where)
 
@@ -296,7 +296,6 @@ class Pictures:
         with naming(where):
             fit = self.facts.video_grid_of(video, len(frames), height, width)
         self._check_between(frames[0], fit.size[1])
-        # The last group may be shorter.
         cuts = [tuple(frames[begin : begin + size]) for begin in range(0, len(frames), size)]
         lags = video.lags(len(cuts), size, fps, times)
         fits = [fit._replace(grid=(len(cut), *fit.grid[1:])) if video.averaged else fit for cut in cuts]
@@ -332,8 +331,7 @@ class Pictures:
 def work_of(run: Sequence[Picture]) -> int:
     """Return the pixels that a worker visits for the items of one image or frame group.
 
-    These are the pixels of the files, or of the larger pass of each resize if these are more: a small image
-    in many tiles is work, too.
+    The maximum of the pixels of the file and of the resize passes: a small image in many tiles is work, too.
     """
     sizes = {(picture.target.height, picture.target.width) for picture in run}
     work = 0
@@ -345,8 +343,8 @@ def work_of(run: Sequence[Picture]) -> int:
 
 
 def runs_of(pictures: Sequence[Picture]) -> list[list[Picture]]:
-    """Return ``pictures`` in order, with all parts of one image and all groups of one video file together. A
-    group of a list of frames stands alone."""
+    """Return ``pictures`` in order, in runs: all parts of one image, or all groups of one video file. A frame
+    group from a list of frames is a run alone."""
     runs: list[list[Picture]] = []
     for picture in pictures:
         first = picture.frames[0]

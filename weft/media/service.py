@@ -1,4 +1,4 @@
-"""The media workers of an API server: separate processes fetch and decode files, off the event loop."""
+"""The media workers of an API server: separate processes fetch and decode files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.media.media_errors import TOO_LARGE, UNREACHABLE, BadMedia
 from weft.media.media_items import items_of
 from weft.media.media_memory import MediaLease, MediaMemory
 from weft.media.media_messages import Decode, DecodeFile, Fetch, MediaDone, WorkerRules, packed, result_of
-from weft.media.pictures import Picture, Wanted, runs_of, work_of
+from weft.media.pictures import FileToFetch, Picture, runs_of, work_of
 from weft.media.video_header import VideoHeader, of_video
 from weft.media.video_service import VideoService
 from weft.types.media_item import MediaItem
@@ -37,7 +37,7 @@ MOST_FRAMES = 2
 """Maximum frames decoded together: the frame group of video models."""
 CPU_S = 10.0
 """CPU seconds of one task for images of up to ``CPU_PIXELS``; larger limits scale in proportion. The slowest
-file of that size took 2.0 s on a busy core of a Zen 4.
+file of ``CPU_PIXELS`` took 2.0 s on a busy Zen 4 core.
 """
 CPU_PIXELS = 64 << 20
 LATE_S = 5.0
@@ -51,11 +51,11 @@ class MediaService:
     Processes start on demand.
     """
 
-    def __init__(self, section: MediaSection, *, apart: bool = False) -> None:
-        """``apart``: limit each client, so that no client gets all processes or all memory."""
+    def __init__(self, section: MediaSection, *, per_client: bool = False) -> None:
+        """``per_client``: limit each client, so that no client takes all processes or all memory."""
         self._section = section
-        self._apart = apart
-        self.memory = MediaMemory(section.media_memory, apart=apart)
+        self._per_client = per_client
+        self.memory = MediaMemory(section.media_memory, per_client=per_client)
         files = MOST_FRAMES * section.max_image_bytes
         pixels = SLACK + BYTES_A_PIXEL * section.max_image_pixels + 2 * files
         self._decoders = self._pool(section.media_workers, pixels, section.media_timeout, self._cpu_seconds)
@@ -64,8 +64,8 @@ class MediaService:
         self._fetchers = self._pool(FETCHERS, fetching, section.media_timeout, self._cpu_seconds)
         frames = SLACK + BYTES_A_PIXEL * section.max_image_pixels + 2 * section.max_video_bytes
         seconds = section.video_timeout
-        self._films = self._pool(section.media_workers, frames, seconds, seconds, videos=True)
-        self.videos = VideoService(section, self._films)
+        self._video_decoders = self._pool(section.media_workers, frames, seconds, seconds, videos=True)
+        self.videos = VideoService(section, self._video_decoders)
 
     def _pool(
         self, most: int, memory: int, seconds: float, cpu_seconds: float, *, videos: bool = False
@@ -82,7 +82,7 @@ class MediaService:
             most_pixels=section.max_image_pixels,
         )
         command = (*COMMAND, str(cpu_seconds))
-        each = most_of_client(most) if self._apart else 0
+        each = most_of_client(most) if self._per_client else 0
         return WorkerPool(command, msgspec.msgpack.encode(rules), most, seconds + LATE_S, each)
 
     @property
@@ -91,7 +91,7 @@ class MediaService:
         return max(CPU_S * self._section.max_image_pixels / CPU_PIXELS, CPU_S)
 
     async def fetch(
-        self, wanted: Sequence[Wanted], lease: MediaLease, client: int = 0
+        self, wanted: Sequence[FileToFetch], lease: MediaLease, client: int = 0
     ) -> dict[str, memoryview]:
         """Fetch files and return URL -> file. The files count in ``lease``.
 
@@ -100,21 +100,21 @@ class MediaService:
         files. Raises InvalidRequest with the part for a file that cannot be fetched, Overloaded without
         memory or processes, or another WeftError; all other fetches are then cancelled.
         """
-        few = asyncio.Semaphore(FETCHERS)
-        files = await _all(self._fetch(one, lease, few, client) for one in wanted)
+        limit = asyncio.Semaphore(FETCHERS)
+        files = await _all(self._fetch(one, lease, limit, client) for one in wanted)
         return {one.url: file for one, file in zip(wanted, files, strict=True)}
 
     async def _fetch(
-        self, wanted: Wanted, lease: MediaLease, few: asyncio.Semaphore, client: int
+        self, wanted: FileToFetch, lease: MediaLease, limit: asyncio.Semaphore, client: int
     ) -> memoryview:
-        """Fetch one file. Take the maximum size from ``lease`` first, and give the unused part back
-        afterwards; after an error, the whole size stays taken until the lease closes."""
+        """Fetch one file. Take the maximum size from ``lease`` first, and return the unused part
+        afterwards. After an error, the whole size stays taken until the lease closes."""
         if wanted.is_video and not wanted.address:
             lease.take(len(wanted.data))
             return wanted.data
         section, video = self._section, wanted.is_video
         most = section.max_video_bytes if video else section.max_image_bytes
-        async with few:
+        async with limit:
             lease.take(most)
             task = packed(Fetch(url=wanted.address or wanted.url, video=video, most_bytes=most))
             _, file = await self._call(self._fetchers, [wanted.where], task, client=client, video=video)
@@ -131,19 +131,19 @@ class MediaService:
         """Decode ``pictures`` to media items. The pixels count in ``lease``.
 
         If possible, the pixels are in shared memory, which engines of this host can open until the lease
-        closes. At most as many images of one request wait as there are processes, so the pool's queue bounds
-        requests rather than images. ``client``: clients share the processes equally, counted in pixels, scans
+        closes. A request has at most ``media_workers`` images in the pool's queue, so that the queue bounds
+        requests, not images. ``client``: clients share the processes equally, counted in pixels, scans
         and bytes. Raises WeftError with the part of the request.
         """
         if not can_decode():
             raise missing().at(pictures[0].where)
         lease.take(sum(picture.nbytes for picture in pictures))
-        few = asyncio.Semaphore(self._section.media_workers)
+        limit = asyncio.Semaphore(self._section.media_workers)
 
         async def one(run: list[Picture]) -> list[MediaItem]:
             """Decode all items of an image or of a video file."""
             first = run[0].frames[0]
-            async with few:
+            async with limit:
                 if isinstance(first.header, VideoHeader):
                     return await self.videos.decode(run, files[first.url], lease, client)
                 return await self._decode(run, files, lease, client)
@@ -199,7 +199,7 @@ class MediaService:
         except CpuSpent:
             spent = BadMedia(
                 f"takes more than {self._cpu_seconds:g} seconds of CPU time to read; send a smaller image, "
-                "or save it as a plain PNG or JPEG",
+                "or save the image as a plain PNG or JPEG",
                 TOO_LARGE,
             )
             raise spent.at(places[0]) from None
@@ -213,11 +213,11 @@ class MediaService:
     @property
     def processes(self) -> int:
         """Number of live processes."""
-        return self._decoders.processes + self._fetchers.processes + self._films.processes
+        return self._decoders.processes + self._fetchers.processes + self._video_decoders.processes
 
     async def close(self) -> None:
         """End every process. Waiting callers get Unavailable."""
-        await asyncio.gather(self._decoders.close(), self._fetchers.close(), self._films.close())
+        await asyncio.gather(self._decoders.close(), self._fetchers.close(), self._video_decoders.close())
 
 
 def _failed(where: str) -> WeftError:

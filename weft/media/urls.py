@@ -1,7 +1,7 @@
-"""URLs of images: ``data:`` URLs with the bytes inside, and http(s) if the server's owner allows http(s).
+"""URLs of images: ``data:`` URLs, and http(s) URLs if ``--allowed-media-domains`` allows the host.
 
-Nothing is repaired. Any URL that two programs could read differently (userinfo, backslashes, numbers as
-hosts) is refused. Only then is the checked host certainly the contacted host.
+URLs are never repaired. Any URL that two programs could read differently (userinfo, backslashes, numbers as
+hosts) is refused, so that the checked host is the contacted host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEAD = re.compile(r"data:[\w.+\-/]{0,100}((?:;[\w.+\-]{1,40}(?:=[\w.+\-\"]{0,10
 _VIDEO_HEAD = re.compile(
     r"data:[\w.+\-/]{0,100}((?:;[\w.+\-]{1,40}(?:=[\w.+\-\", ]{0,100})?){0,8})", re.IGNORECASE
 )
-"""The head of a video, with several codecs."""
+"""The head of a video's ``data:`` URL, which may list several codecs."""
 _BASE64 = re.compile(";base64,", re.IGNORECASE)
 _WEB = re.compile(r"(https?)://([^/?#]+)([^#]*)", re.IGNORECASE)
 _NETLOC = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9.\-]+)(?::(\d{1,5}))?", re.IGNORECASE)

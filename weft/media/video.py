@@ -1,8 +1,8 @@
 """Read and decode video files with PyAV, one frame group at a time.
 
-Only this module imports PyAV, at first use. PyAV is an extra (``weft[video]``) and has FFmpeg inside. The
-bytes are untrusted: a caller with bytes of others runs this module in a process with limits. Containers and
-codecs are allow-lists, and no file or URL named inside the bytes is opened.
+Only this module imports PyAV, at first use. PyAV is an extra (``weft[video]``) and contains FFmpeg. Files are
+untrusted: servers run this module in a process with limits. Containers and codecs are allow-lists. A file or
+URL named inside a video file is never opened.
 
     header_of      counts the packets and decodes the first frame
     groups_of      decodes up to the last chosen frame, and yields the pixels of each frame group
@@ -17,7 +17,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from weft.media.decode import finished
+from weft.media.decode import view
 from weft.media.media_messages import Target
 from weft.media.video_header import (
     LEAST_RATE,
@@ -38,7 +38,7 @@ CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mjpeg", "gi
 MOST_PACKETS = 100_000
 """Maximum frames of a file: 13 minutes at 120 frames per second."""
 COMPLETE = 0.9
-"""Part of the frames that must decode. Some encoders count frames that are never shown."""
+"""Share of the frames that must decode. Some encoders count frames that are never displayed."""
 DEFAULT_RATE = 24.0
 """Frames per second of a file without a rate, as in the reference processors."""
 
@@ -119,10 +119,10 @@ def groups_of(
                 while at < number and (after := next(frames, None)) is not None:
                     _check(after, header)
                     frame, at, fresh = after, at + 1, True
-                # A file may have fewer frames than packets. The last frame then stands for the missing ones.
+                # A file may have fewer frames than packets. The last frame then replaces the missing frames.
                 if frame is None or (at < number and at + 1 < COMPLETE * header.frames):
                     raise BadVideo(f"is damaged or cut off: only {at + 1} of {header.frames} frames decode")
-                pixels = finished(_upright(frame, header.turn), target) if fresh or not pixels else pixels
+                pixels = view(_upright(frame, header.turn), target) if fresh or not pixels else pixels
                 made.append(pixels)
             yield b"".join(made)
 
@@ -158,7 +158,7 @@ def _opened(data: bytes | memoryview, most_pixels: int) -> Iterator[tuple[Any, A
     another codec, or with frames above ``most_pixels``.
     """
     av = load_videos()
-    # Opening a file decodes frames of every stream, so the limit of the pixels must hold already there.
+    # Opening a file already decodes frames of every stream, so the limit of pixels is an option here.
     options = {
         "codec_whitelist": ",".join(CODECS),
         "protocol_whitelist": "none",
@@ -168,7 +168,7 @@ def _opened(data: bytes | memoryview, most_pixels: int) -> Iterator[tuple[Any, A
         with av.open(io.BytesIO(data), format=container_of(data), options=options) as container:
             stream = _stream_of(container, most_pixels)
             context = stream.codec_context
-            # One thread: the limit of the CPU time is then also a limit of the seconds.
+            # One thread: the worker's limit of CPU time then also bounds the decoding seconds.
             context.thread_count = 1
             context.options = {"max_pixels": str(most_pixels)}
             yield container, stream
@@ -183,7 +183,7 @@ def _opened(data: bytes | memoryview, most_pixels: int) -> Iterator[tuple[Any, A
 
 
 def _stream_of(container: Any, most_pixels: int) -> Any:
-    """Return the first video stream that is no cover picture. Raises BadVideo."""
+    """Return the first video stream that is not a cover picture. Raises BadVideo."""
     cover = importlib.import_module("av.stream").Disposition.attached_pic
     for stream in container.streams.video:
         if not stream.disposition & cover:
@@ -196,7 +196,7 @@ def _stream_of(container: Any, most_pixels: int) -> Any:
         raise BadVideo(
             f"is encoded with {name}, which is not supported; use H.264, HEVC, VP8, VP9, AV1 or MPEG-4"
         )
-    # FFmpeg knows no size of a frame that it refused to decode.
+    # FFmpeg reports size 0 for frames that it refused to decode.
     if not context.width * context.height:
         raise BadVideo(
             f"has frames without a size, or of more than {most_pixels} pixels (--max-image-pixels); send a "

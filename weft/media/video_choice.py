@@ -1,4 +1,4 @@
-"""The frames to show of the video files in a request, chosen by header alone."""
+"""Choose the frames of the video files in a request, from the headers alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.common.errors import InvalidRequest
 from weft.config.media import MediaFacts
 from weft.config.sections.media_section import MediaSection
 from weft.media.media_errors import BadMedia, naming
-from weft.media.pictures import NeedsFiles, Pictures, Wanted
+from weft.media.pictures import FileToFetch, NeedsFiles, Pictures
 from weft.media.urls import inline, is_web, web_address
 from weft.media.video import can_decode_videos, missing_videos
 from weft.media.video_header import VIDEO_TOO_LARGE, BadVideo, Header, VideoHeader, container_of, of_video
@@ -19,7 +19,7 @@ from weft.types.video_clip import VideoClip
 KEY_BYTES = 16
 
 
-class AskedFile(Protocol):
+class VideoSource(Protocol):
     """A message part with a video file (``VideoFile`` of ``weft.text``)."""
 
     @property
@@ -35,19 +35,19 @@ class AskedFile(Protocol):
     def num_frames(self) -> int | None: ...
 
 
-Choose: TypeAlias = Callable[[Sequence[AskedFile], int], list[VideoClip]]
+Choose: TypeAlias = Callable[[Sequence[VideoSource], int], list[VideoClip]]
 """Returns the chosen frames of each file. The second argument is the maximum number of frames of a file."""
 
 
 class VideoChoice:
-    """Chooses frames by a model's facts and a server's limits. Thread-safe."""
+    """Chooses frames by the model's sampling and the server's limits. Thread-safe."""
 
     def __init__(self, facts: MediaFacts, section: MediaSection) -> None:
-        """``facts``: the model's choice of frames. ``section``: limits and allowed domains of the server."""
+        """``facts``: the model's frame sampling. ``section``: limits and allowed domains of the server."""
         self._facts = facts
         self._section = section
 
-    def clips(self, files: Sequence[AskedFile], known: Mapping[str, Header], most: int) -> list[VideoClip]:
+    def clips(self, files: Sequence[VideoSource], known: Mapping[str, Header], most: int) -> list[VideoClip]:
         """Return the chosen frames of each file, in order.
 
         ``known``: headers of video files by name. ``most``: maximum frames of a file. Raises InvalidRequest
@@ -64,23 +64,23 @@ class VideoChoice:
             found.append(self._clip(name, header, file, most))
         return found
 
-    def _wanted(self, name: str, file: AskedFile) -> Wanted:
+    def _wanted(self, name: str, file: VideoSource) -> FileToFetch:
         """Return the file to read. Raises InvalidRequest for a forbidden URL, and for invalid data."""
         try:
             if not can_decode_videos():
                 raise missing_videos()
             if is_web(file.url):
                 web_address(file.url, self._section.allowed_media_domains)
-                return Wanted(url=name, where=file.where, address=file.url)
+                return FileToFetch(url=name, where=file.where, address=file.url)
             data = memoryview(inline(file.url, self._section.max_video_bytes, video=True))
             container_of(data)
-            return Wanted(url=name, where=file.where, data=data)
+            return FileToFetch(url=name, where=file.where, data=data)
         except BadVideo as error:
             raise error.at(file.where) from None
         except BadMedia as error:
             raise of_video(error).at(file.where) from None
 
-    def _clip(self, name: str, header: VideoHeader, file: AskedFile, most: int) -> VideoClip:
+    def _clip(self, name: str, header: VideoHeader, file: VideoSource, most: int) -> VideoClip:
         """Return the chosen frames of one file. Raises InvalidRequest for a file beyond the server's limits,
         with too few frames, or for more frames than ``most``."""
         video, section = self._facts.frames, self._section
@@ -125,5 +125,5 @@ def choosing(pictures: Pictures | None, known: Mapping[str, Header]) -> Choose |
 
 
 def name_of(url: str) -> str:
-    """Return the name of a video file among the files of a request: no URL, and short."""
+    """Return the short name of a video file among the files of a request. No URL equals such a name."""
     return "video " + blake2b(url.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES).hexdigest()

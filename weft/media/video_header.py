@@ -1,4 +1,4 @@
-"""Facts of a video file before decoding: container, size, number of frames, frame rate.
+"""The header of a video file: container, size, number of frames, frame rate.
 
 The containers are an allow-list. The first bytes decide, and a declared type is ignored.
 """
@@ -21,7 +21,7 @@ _CODES = {
     UNREACHABLE: "video_fetch_failed",
 }
 LEAST_RATE, MOST_RATE = 1e-3, 1e3
-"""Frames per second of a file that is accepted."""
+"""Accepted frames per second."""
 _BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
 
 
@@ -40,17 +40,17 @@ def of_video(error: BadMedia) -> BadVideo:
 
 
 class VideoHeader(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The facts of a video file before decoding."""
+    """The header of a video file."""
 
     width: int
-    """Stored width in pixels, before the turn."""
+    """Stored width in pixels, before ``turn``."""
     height: int
     frames: int
     """Number of frames."""
     rate: float
     """Frames per second, on average."""
     turn: int = 0
-    """Counterclockwise turn from stored to shown frames in degrees: 0, 90, 180 or 270."""
+    """Counterclockwise rotation from stored to displayed frames in degrees: 0, 90, 180 or 270."""
 
     @property
     def work(self) -> int:
@@ -59,12 +59,12 @@ class VideoHeader(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def shown(self) -> tuple[int, int]:
-        """(height, width) of a shown frame."""
+        """(height, width) of a displayed frame."""
         return (self.width, self.height) if self.turn in (90, 270) else (self.height, self.width)
 
     @property
     def seconds(self) -> float:
-        """Duration."""
+        """Duration in seconds."""
         return self.frames / self.rate
 
 
@@ -74,7 +74,7 @@ Header: TypeAlias = ImageHeader | VideoHeader
 def container_of(data: bytes | memoryview) -> str:
     """Return FFmpeg's name of the container of a file: ``mov`` (MP4 too), ``matroska`` (WebM too) or ``gif``.
 
-    Raises BadVideo for any other file. Playlists, which refer to other files, are among these.
+    Raises BadVideo for any other file, also for playlists, because playlists refer to other files.
     """
     start = bytes(data[:16])
     if start[4:8] in _BOXES:

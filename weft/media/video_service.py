@@ -1,7 +1,5 @@
-"""The processes of an API server that decode video files.
-
-These processes are not those that decode images, so images never wait for a long video.
-"""
+"""The video workers of an API server: separate from the image workers, so that images never wait for
+videos."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from weft.media.media_errors import BadMedia
 from weft.media.media_items import items_of
 from weft.media.media_memory import MediaLease
 from weft.media.media_messages import DecodeVideo, MediaDone, ReadVideo, packed, video_result_of
-from weft.media.pictures import Picture, Wanted, work_of
+from weft.media.pictures import FileToFetch, Picture, work_of
 from weft.media.video_header import VIDEO_TOO_LARGE, BadVideo, VideoHeader
 from weft.types.media_item import MediaItem
 
@@ -26,17 +24,18 @@ class VideoService:
     processes equally, counted in decoded pixels and bytes."""
 
     def __init__(self, section: MediaSection, pool: WorkerPool) -> None:
-        """``pool``: processes with ``section.video_timeout`` seconds for a task. The owner closes them."""
+        """``pool``: processes with ``section.video_timeout`` seconds for a task. The caller closes the
+        pool."""
         self._section = section
         self._pool = pool
 
     async def headers(
-        self, wanted: Sequence[Wanted], files: Mapping[str, memoryview], client: int = 0
+        self, wanted: Sequence[FileToFetch], files: Mapping[str, memoryview], client: int = 0
     ) -> dict[str, VideoHeader]:
         """Return name -> header of each video file in ``wanted``. ``files``: name -> file. Raises
         InvalidRequest with the part for an unusable file, or another WeftError."""
         found = {}
-        # One after another: a request with many files takes one process.
+        # One after another, so that a request with many files takes only one process.
         for one in wanted:
             if one.is_video:
                 file = files[one.url]

@@ -1,4 +1,4 @@
-"""The replies of a media worker with pixels, and the work on video files."""
+"""Replies of a media worker with pixels, and the tasks with video files."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class GGUFTensor:
             case TensorForm.HALVES if parts[0].dim() == 2:
                 pairs = parts[0].unflatten(0, (weight.number, -1, 2))
                 return kind, iter([CodedPiece((), of_blocks(kind, pairs.transpose(1, 2).flatten(0, 2)))])
-            case TensorForm.IN_TURN | TensorForm.TRANSPOSED if parts[0].dim() == 3:
+            case TensorForm.INTERLEAVED | TensorForm.TRANSPOSED if parts[0].dim() == 3:
                 return kind, (
                     CodedPiece(
                         (i,),
@@ -134,7 +134,7 @@ class GGUFTensor:
             case TensorForm.LATENT:
                 keys, values = map(_rows, weight.parts)
                 return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)[place]
-            case TensorForm.IN_TURN:
+            case TensorForm.INTERLEAVED:
                 both = torch.stack([_rows(part) for part in weight.parts], dim=2).flatten(1, 2)
                 return (both.transpose(1, 2) if both.dim() == 3 else both)[place]
             case TensorForm.TRANSPOSED:
@@ -201,7 +201,7 @@ def coded_type(weight: Published) -> CodedType | None:
     if len(kinds) > 1 or (kind := kinds.pop()) not in ggml.BLOCKS:
         return None
     dims = len(weight.parts[0].dims)
-    turned = form in (TensorForm.IN_TURN, TensorForm.TRANSPOSED) and dims == 3
+    turned = form in (TensorForm.INTERLEAVED, TensorForm.TRANSPOSED) and dims == 3
     whole = form in (TensorForm.STORED, TensorForm.HALVES) and dims == 2
     ordered = form in _ROW_ORDERS and weight.row_order is not None
     if turned or whole or ordered or form is TensorForm.EXPERT or form in _HALVES:

@@ -120,7 +120,7 @@ class RendezvousStore:
                     self._serve(self._socket.recv_multipart())
                 for address in self._handshakes.look():
                     self._refused, self._refused_at = address, time.monotonic()
-                    self._trouble.say("rejected a connection from %s: wrong --group-secret", address)
+                    self._trouble.warn("rejected a connection from %s: wrong --group-secret", address)
         finally:
             self._end()
 
@@ -130,7 +130,9 @@ class RendezvousStore:
             client, body = frames
             ask = msgspec.msgpack.decode(body, type=Ask)
         except (ValueError, msgspec.MsgspecError) as error:
-            self._trouble.say("dropped an invalid request to the rendezvous store (%s)", type(error).__name__)
+            self._trouble.warn(
+                "dropped an invalid request to the rendezvous store (%s)", type(error).__name__
+            )
             return
         with self._lock:
             for key, value in ask.entries.items():
@@ -223,7 +225,7 @@ class RendezvousClient:
             try:
                 self._ask()
             except zmq.ZMQError as error:  # for example no free file descriptor: try again
-                self._trouble.say("trouble with the connection to the head (%s)", error)
+                self._trouble.warn("trouble with the connection to the head (%s)", error)
             self._wake.wait(POLL_S)
             self._wake.clear()
         self._disconnect()

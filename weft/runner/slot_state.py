@@ -35,9 +35,9 @@ from weft.types.plan import (
     Export,
     FreeSlot,
     LoadState,
-    OfNoSlot,
     SaveState,
     Segment,
+    SlotlessUpdate,
     SlotUpdate,
 )
 
@@ -121,7 +121,7 @@ class SlotState:
         if isinstance(op, AppendEach):
             self._append_each(op)
             return
-        if isinstance(op, OfNoSlot):
+        if isinstance(op, SlotlessUpdate):
             return
         if isinstance(op, AllocSlot | AppendBlocks):
             self.flush()  # such an update may write the same entries of a table, and comes later

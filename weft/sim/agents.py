@@ -1,7 +1,7 @@
 """Traffic of coding agents on virtual time: long sessions, with pauses for tools, beside unrelated prompts.
 
-The prompt of a turn is the last prompt, the output, and the tool's result. So turns of a session share
-everything except the end. The next turn of a session comes a pause after the end of the last turn.
+The prompt of a turn is the last prompt, the last output, and the tool's result, so that turns of a session
+share a long prefix. A pause separates the end of a turn from the next turn.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Agents:
     first: int = 30_000
     """Tokens of a session's first prompt."""
     grows: int = 4_800
-    """Mean number of tokens added to the prompt by a tool, per turn."""
+    """Mean tokens of a tool result, per turn."""
     output: int = 400
     shared: int = 15_000
     """Leading tokens common to all sessions: instructions and tools."""
     pause: float = 60.0
-    """Mean seconds of a normal pause between turns. On average one of five pauses is 2.5 times as long."""
+    """Mean seconds of a normal pause between turns. One pause in five is 2.5 times as long."""
     others: int = 1700
     """Number of unrelated prompts over the whole run."""
     other_tokens: int = 20_000
@@ -72,8 +72,8 @@ class AgentReport:
     loads: dict[str, int]
     """Loads from the tier by outcome, over all prompts; {} without a tier."""
     loaded: dict[str, float]
-    """Level of the tier -> tokens loaded from the level, as a share of the prompt tokens of turns. Blocks
-    that are loaded for other prompts, or are loaded and not used, count too."""
+    """Level of the tier -> loaded tokens as a share of the prompt tokens of turns. Also counts blocks that
+    are loaded for unrelated prompts, and blocks that are not used."""
     ttft: Latency
     other_ttft: Latency
     """TTFT of unrelated prompts."""
@@ -86,11 +86,11 @@ class _Session:
     tokens: np.ndarray
     rng: np.random.Generator
     pauses: random.Random
-    said: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
 
 
 class AgentSimulation(Simulation):
-    """One run. ``retention`` is the session retention in seconds; with 0, engines do not know of sessions.
+    """One run. ``retention`` is the session retention in seconds; 0 disables sessions.
 
     Other arguments: see ``Simulation``. Raises ConfigError if a first or an unrelated prompt, with its
     output, exceeds the maximum model length. Later turns are not checked: give at least ``Agents.longest``.
@@ -150,7 +150,7 @@ class AgentSimulation(Simulation):
     def _submit_of(self, number: int, arrival: Arrival) -> Submit:
         """Return the Submit of sequence ``number``.
 
-        A session's prompt grows by its last output and by random tokens, which are used up.
+        Call once per sequence: the prompt of a session grows with each call.
         """
         assert isinstance(arrival, Turn)
         if arrival.session < 0:
@@ -158,9 +158,9 @@ class AgentSimulation(Simulation):
         session = self._sessions[arrival.session]
         more = session.rng.integers(0, VOCABULARY, arrival.prompt, dtype=np.int32)
         # The prompt grows by the last output and by new tokens of the tool.
-        session.tokens = np.concatenate([session.tokens, np.array(session.said, np.int32), more])
+        session.tokens = np.concatenate([session.tokens, np.array(session.outputs, np.int32), more])
         session.tokens = session.tokens[: arrival.prompt]
-        session.said = []
+        session.outputs = []
         return Submit(
             sequence=number,
             request=number,
@@ -176,7 +176,7 @@ class AgentSimulation(Simulation):
             turn = self.streams[event.sequence].arrival
             self._cached.setdefault(event.sequence, event.num_cached)
             if isinstance(turn, Turn) and turn.session >= 0:
-                self._sessions[turn.session].said += event.token_ids
+                self._sessions[turn.session].outputs += event.token_ids
         super()._record(events)
 
     def _end(self, arrival: Arrival) -> None:

@@ -1,7 +1,7 @@
 """A deployment in which groups join, leave and are lost during the run, by the rules of a running server.
 
-``plan_scale`` decides who starts and who leaves, and the fleet gets ``Joined``, ``Left`` and ``Lost``. A new
-group takes a load time before it serves. ``snapshot`` has the counters that a server shows at ``/metrics``
+``plan_scale`` decides which groups start and leave. The fleet gets the events ``Joined``, ``Left`` and
+``Lost``. A new group loads for ``load_s`` before serving. ``snapshot`` returns the counters of ``/metrics``
 and ``GET /admin/groups``.
 """
 
@@ -74,7 +74,7 @@ class _GroupRecord:
 
     role: m.Role
     link: int
-    """Connection to the present process."""
+    """Number of the connection to the current process."""
     state: str
     """loading, running, leaving or retired."""
     began: float
@@ -83,7 +83,7 @@ class _GroupRecord:
 
 
 class ChangingDeployment(Deployment):
-    """One run. ``scale`` and ``lose`` change the groups at the present time."""
+    """One run. ``scale`` and ``lose`` change the groups at the current virtual time."""
 
     def __init__(
         self, groups: Groups, settings: Settings, arrivals: Sequence[Arrival], *, seed: int = 0
@@ -113,8 +113,8 @@ class ChangingDeployment(Deployment):
     # -- changes of groups
 
     def scale(self, base: str, number: int) -> tuple[tuple[str, ...], list[str]]:
-        """Start or end groups until the role ``base`` has a ``number`` of groups. Return who starts and who
-        leaves.
+        """Start or end groups until the role ``base`` has ``number`` groups. Return (starting, leaving)
+        groups.
 
         Leaving groups do not count. Lost groups count, and leave first. Raises NotFound if no group has the
         role, InvalidRequest if the number is out of range or the other groups could not do all work, and the
@@ -162,7 +162,7 @@ class ChangingDeployment(Deployment):
         self.timeline.at(self.now + self._settings.load_s, None, self._loaded, name, record)
 
     def _loaded(self, name: str, record: _GroupRecord) -> None:
-        """The process listens from now on, unless the group has left meanwhile."""
+        """Connect the loaded process, unless the group has left meanwhile."""
         if self.records.get(name) is not record or record.state != "loading":
             return
         record.state = "running"
@@ -199,7 +199,7 @@ class ChangingDeployment(Deployment):
         else:
             super()._act(action)
 
-    def tell(self, group: Group, outgoing: Sequence[tuple[bytes, m.ToFront]]) -> None:
+    def send_to_front(self, group: Group, outgoing: Sequence[tuple[bytes, m.ToFront]]) -> None:
         """Send the messages of a group's engine to the API server."""
         assert isinstance(group, _Process)
         for _, message in outgoing:
@@ -208,7 +208,7 @@ class ChangingDeployment(Deployment):
     def _heartbeat(self) -> None:
         for group in list(self.groups.values()):
             if isinstance(group, _Process) and group.alive:
-                self.tell(group, group.protocol.heartbeats())
+                self.send_to_front(group, group.protocol.heartbeats())
                 group.turn()
         self.timeline.at(self.now + HEARTBEAT_S, None, self._heartbeat)
 
@@ -218,7 +218,7 @@ class ChangingDeployment(Deployment):
     # -- counters
 
     def _deliver(self, events: Sequence[m.TokenEvent]) -> None:
-        """Count what a server counts. Without this, a run is the run of a ``Deployment``."""
+        """Update the server's counters, then deliver the events."""
         counts = self.counts
         for event in events:
             stream, tokens = self.streams[event.sequence], len(event.token_ids)
@@ -248,7 +248,7 @@ class ChangingDeployment(Deployment):
             self.counts[Series(f"{name}_bucket", "", bound)] += 1
 
     def snapshot(self) -> Snapshot:
-        """Return the counters of now."""
+        """Return the current counters."""
         counts = {one: float(count) for one, count in self.counts.items()}
         engines = []
         for name, record in self.records.items():

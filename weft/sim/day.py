@@ -1,8 +1,9 @@
-"""A day of a server in half an hour: the load doubles, prompts and outputs change places, a host is lost.
+"""A day of a server, compressed to half an hour: the load doubles, long prompts with short outputs become
+short prompts with long outputs, and a host is lost.
 
-Each seed draws the times and sizes of the changes. The same day is played with a planner and with fixed
-fleets. A fixed fleet gets a lost host back after the repair. The planner may start another group at once, as
-long as the fleet stays within the limit of groups.
+The seed determines the times and sizes of the changes. The same day runs with a planner and with fixed
+fleets. A fixed fleet gets a lost host back after the repair. The planner may start another group at once,
+within the limit of groups.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Outcome(NamedTuple):
     ttft_outside: int
     tpot_outside: int
     size: float
-    """Mean number of groups, while they load and drain as well."""
+    """Mean number of groups, including loading and draining groups."""
     prefill: float
     decode: float
     """Mean numbers of groups by role."""
@@ -75,7 +76,7 @@ def draw_day(seed: int, rate: float, shorter: float = 1.0) -> Day:
     long, short = Lengths(1000, 2000), Lengths(200, 500)
     some, many = Lengths(32, 96), Lengths(200, 400)
     night = about(0.4 * rate)
-    # (seconds, requests per second at the end, prompts, outputs); the rate changes along a line.
+    # (seconds, requests per second at the end, prompts, outputs); the rate changes linearly.
     double = about(2 * rate, 0.1)
     turned = about(1.4 * rate)
     phases = [
@@ -95,7 +96,7 @@ def draw_day(seed: int, rate: float, shorter: float = 1.0) -> Day:
             at += rng.expovariate(most)
             if at >= seconds:
                 break
-            # Thinning: a candidate stays with the share of the present rate.
+            # Thinning: accept a candidate with probability (current rate) / (maximum rate).
             if rng.random() * most < before + (after - before) * at / seconds:
                 arrivals.append(Arrival(begin + at, prompt.draw(rng), output.draw(rng)))
         begin, before = begin + seconds, after
@@ -104,8 +105,8 @@ def draw_day(seed: int, rate: float, shorter: float = 1.0) -> Day:
     return Day(arrivals, lost_at, about(300.0) / shorter, begin)
 
 
-class Bench(NamedTuple):
-    """What is the same in all days."""
+class DayParameters(NamedTuple):
+    """Parameters that all days share."""
 
     cost: CostModel
     limits: Limits
@@ -117,7 +118,7 @@ class Bench(NamedTuple):
     wire: Wire = Wire(12288, 2e9)
     settings: PlannerSettings = PlannerSettings(calm_s=90.0)
     believed: float = 1.0
-    """Error of the planner's cost model: the planner believes in steps of this many times the length."""
+    """Factor of the step times in the planner's cost model; 1.0 for an exact model."""
 
     def play(self, day: Day, groups: Groups, planned: bool = False, seed: int = 0) -> Outcome:
         """Return the outcome of ``day`` for a fleet that begins with ``groups``.
@@ -131,8 +132,8 @@ class Bench(NamedTuple):
             kv_config(section, LONGEST), section, self.cost, self.wire, self.noise, self.load_s
         )
         fleet = ChangingDeployment(groups, settings, day.arrivals, seed=seed)
-        watch = _Watch(fleet, self._planner(section, groups) if planned else None, self.limits)
-        fleet.timeline.at(0.0, None, watch.look)
+        watch = _Observer(fleet, self._planner(section, groups) if planned else None, self.limits)
+        fleet.timeline.at(0.0, None, watch.observe)
         fleet.timeline.at(day.lost_at, None, watch.lose_host, day.repair_s)
         fleet.run((self.limits.ttft, self.limits.tpot))
         return watch.outcome("planner" if planned else str(groups))
@@ -145,7 +146,7 @@ class Bench(NamedTuple):
         return FleetPlanner(capacity, ranges, self.settings)
 
 
-class _Watch:
+class _Observer:
     """Observes a run every ``INTERVAL_S`` seconds, lets the planner act, and loses the host."""
 
     def __init__(self, fleet: ChangingDeployment, planner: FleetPlanner | None, limits: Limits) -> None:
@@ -156,7 +157,7 @@ class _Watch:
         self._log: list[str] = []
         self._seconds: dict[str, float] = {}
 
-    def look(self) -> None:
+    def observe(self) -> None:
         """Observe, and carry out the planner's actions."""
         fleet, now = self._fleet, self._fleet.now
         for one in fleet.records.values():
@@ -166,7 +167,7 @@ class _Watch:
         if seen is not None and self._planner is not None:
             for action in self._planner.on(Observed(seen, now), now):
                 self._carry_out(action, self._planner)
-        fleet.timeline.at(now + INTERVAL_S, None, self.look)
+        fleet.timeline.at(now + INTERVAL_S, None, self.observe)
 
     def _carry_out(self, action: Scale, planner: FleetPlanner) -> None:
         self._log.append(f"{self._fleet.now:6.0f}  {action.why}")
@@ -208,7 +209,7 @@ class _Watch:
 def divisions_of(total: int) -> list[Groups]:
     """Return the divisions of ``total`` groups into prefill and decode groups, two or more of each role.
 
-    A fixed fleet with one group of a role stands still when the host of the group is lost.
+    A fixed fleet with one group of a role could not serve after the loss of that group's host.
     """
     return [Groups(prefill=prefill, decode=total - prefill) for prefill in range(2, total - 1)]
 

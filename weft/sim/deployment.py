@@ -1,10 +1,10 @@
 """Several groups behind one API server, on virtual time and without faults.
 
-Answers how many groups of each role a load needs. The API server's ``Fleet`` and each engine's
-``EngineProtocol`` and ``Scheduler`` are the product's code. A cost model stands for the model and machine of
-each group. A bandwidth stands for the transport between two groups. A chunk of a prompt leaves at the end of
-its step, behind earlier chunks. The decode group continues once the whole cache has arrived. Encode groups
-run the product's ``EncodeScheduler``; embeddings leave over the same wires.
+The simulation shows how many groups of each role a load needs. The API server's ``Fleet`` and each engine's
+``EngineProtocol`` and ``Scheduler`` are the product's code. A cost model replaces the model and machine of
+each group. A bandwidth replaces the transport between two groups. A chunk of a prompt is sent at the end of
+its step, after earlier chunks. The decode group continues after the whole cache has arrived. Encode groups
+run the product's ``EncodeScheduler``. Embeddings use the same wires.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from weft.types.sampling import TokenParams
 HEARTBEAT_S = 0.5
 PATIENCE = Patience(engine=math.inf, recovery=math.inf, load=math.inf, listen=math.inf, role=math.inf)
 MOST_PIXELS = 1 << 40
-"""Limit on the bytes of pixels in an encode group: practically unlimited here."""
+"""Maximum bytes of pixels in an encode group: practically unlimited."""
 _FRONT = b"front"
 
 
@@ -110,11 +110,8 @@ class Group(EngineLoop[FakeStep]):
         seed: int,
         images: ImageCosts | None = None,
     ) -> None:
-        """``name``: the instance.
-
-        ``kv``, ``section``: settings. ``cost``, ``noise``, ``seed``: see ``FakeDevice``. ``images``: costs of
-        images; None without images.
-        """
+        """``name``: name of the instance. ``cost``, ``noise``, ``seed``: see ``FakeDevice``. ``images``:
+        costs of images; None without images."""
         self.name = name
         self.role = role
         patch_seconds = 0.0 if images is None else images.patch_seconds
@@ -172,12 +169,12 @@ class Group(EngineLoop[FakeStep]):
 
     def deliver(self, events: list[m.TokenEvent]) -> None:
         """Deliver ``events``, which the scheduler returned for a transfer, and continue the loop."""
-        self._deployment.tell(self, self.protocol.events(events))
+        self._deployment.send_to_front(self, self.protocol.events(events))
         self.turn()
 
     def receive(self, message: m.ToEngine) -> None:
         """Handle a ``message`` of the API server, and continue the loop."""
-        self._deployment.tell(self, self.protocol.on(_FRONT, message))
+        self._deployment.send_to_front(self, self.protocol.on(_FRONT, message))
         self.turn()
 
     def turn(self) -> None:
@@ -185,7 +182,7 @@ class Group(EngineLoop[FakeStep]):
         events = self.poll()
         while self.launch(events):
             pass
-        self._deployment.tell(self, self.protocol.events(events))
+        self._deployment.send_to_front(self, self.protocol.events(events))
 
     def _launch(self, plan: StepPlan, began: float) -> None:
         super()._launch(plan, began)
@@ -200,7 +197,7 @@ class Group(EngineLoop[FakeStep]):
                 self._deployment.images.send(op.key, 0, op.count)
         events: list[m.TokenEvent] = []
         self.commit(events)
-        self._deployment.tell(self, self.protocol.events(events, self.steps))
+        self._deployment.send_to_front(self, self.protocol.events(events, self.steps))
         self.turn()
 
     def _serve_requests(self) -> list[m.TokenEvent]:
@@ -241,7 +238,7 @@ class Deployment:
                 self,
                 name,
                 role,
-                _sees(kv, role, groups, images, most),
+                _with_images(kv, role, groups, images, most),
                 section,
                 cost,
                 noise,
@@ -357,7 +354,7 @@ class Deployment:
             elif event.finish is not None:
                 stream.finish = event.finish
 
-    def tell(self, group: Group, outgoing: Sequence[tuple[bytes, m.ToFront]]) -> None:
+    def send_to_front(self, group: Group, outgoing: Sequence[tuple[bytes, m.ToFront]]) -> None:
         """Send the messages of a group's engine to the API server."""
         link = list(self.groups).index(group.name) + 1
         for _, message in outgoing:
@@ -365,7 +362,7 @@ class Deployment:
 
     def _heartbeat(self) -> None:
         for group in self.groups.values():
-            self.tell(group, group.protocol.heartbeats())
+            self.send_to_front(group, group.protocol.heartbeats())
             group.turn()
         self.timeline.at(self.now + HEARTBEAT_S, None, self._heartbeat)
 
@@ -398,7 +395,9 @@ class Deployment:
         )
 
 
-def _sees(kv: KVConfig, role: m.Role, groups: Groups, images: ImageCosts | None, most: int) -> KVConfig:
+def _with_images(
+    kv: KVConfig, role: m.Role, groups: Groups, images: ImageCosts | None, most: int
+) -> KVConfig:
     """Return the settings of a group of ``role``, with images if there are any.
 
     An encode group has a vision tower. A compute group has a tower only if there are no encode groups.

@@ -1,4 +1,4 @@
-"""A device without a model: the cost model gives the time of a step, and sampled ids are arbitrary."""
+"""A simulated device: a cost model gives the time of each step, and sampled ids are arbitrary."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ class FakeDevice:
         acceptance: float = 1.0,
         patch_seconds: float = 0.0,
     ) -> None:
-        """Create an idle device. ``noise`` is the standard deviation of the logarithm of a step's time.
+        """Create an idle device. ``noise``: standard deviation of log(step time); the median is the cost
+        model's.
 
-        The median time is the cost model's. ``acceptance`` is the chance of a draft to be right if all
-        earlier drafts were. ``patch_seconds`` is the time to encode one image patch. If more than 0, a step
-        without rows takes only the time of its patches.
+        ``acceptance``: probability of a draft to be accepted if all earlier drafts of the row were.
+        ``patch_seconds``: seconds to encode one image patch. If more than 0, a step without rows takes only
+        the time of its patches.
         """
         self.busy = 0.0
         """Seconds of computing so far."""
@@ -45,7 +46,7 @@ class FakeDevice:
         self._free_at = 0.0
 
     def launch(self, plan: StepPlan, now: float) -> float:
-        """Launch ``plan`` behind all earlier steps.
+        """Launch ``plan`` after all earlier steps.
 
         Return the completion time, in seconds of the caller's clock. Adds to ``busy``.
         """
@@ -97,7 +98,7 @@ class FakeStep(NamedTuple):
 
 
 class FakeRanks(Executor[FakeStep]):
-    """The executor of a fake device: steps take time on ``clock``, and nothing else."""
+    """The executor of a fake device: steps only take time on ``clock``."""
 
     def __init__(self, device: FakeDevice, clock: VirtualClock | TimelineClock, host: float = 0.0) -> None:
         """``host``: seconds for planning and committing one step."""

@@ -1,7 +1,7 @@
 """One engine on virtual time, with a device that only takes time.
 
-The ``Scheduler`` and the step loop are the product's code. Nothing happens between two events, so a run costs
-only their own time.
+The ``Scheduler`` and the step loop are the product's code. Virtual time jumps from event to event, so that a
+run costs only the real time of the scheduler.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from weft.types.sampling import TokenParams
 
 VOCABULARY = 32000
 CACHE_DTYPE = "bfloat16"
-"""Type of the cache's entries. Matters to a KV disk alone."""
+"""Type of the cache's entries. Only a KV tier uses the type."""
 
 Progress = Callable[[int, int, float], None]
-"""Called now and then with (requests done or refused, requests, virtual seconds)."""
+"""Called repeatedly with (requests done or refused, requests, virtual seconds)."""
 
 
 def kv_config(
@@ -90,12 +90,11 @@ class Simulation:
         """Build the run. Raises ConfigError for requests longer than the maximum model length.
 
         ``host``: seconds for planning and committing one step; a device with one step in flight idles
-        meanwhile. ``shared`` is the number of leading prompt
-        tokens common to all requests. ``acceptance`` is the chance of a draft to be right if all earlier
-        drafts were. ``retention`` is the session retention in seconds. ``device`` replaces the fake device.
-        ``levels``: of a KV tier, the quickest first; () without a tier.
+        meanwhile. ``shared``: leading prompt tokens common to all requests. ``acceptance``: see
+        ``FakeDevice``. ``retention``: session retention in seconds. ``device`` replaces the fake device.
+        ``levels``: levels of a KV tier, the fastest first; () without a tier.
         """
-        longest = max((a.prompt + max(a.output, a.again) for a in arrivals), default=0)
+        longest = max((a.prompt + max(a.output, a.restart_output) for a in arrivals), default=0)
         if longest > kv.max_model_len:
             raise ConfigError(
                 f"the longest request has {longest} tokens, output included, and --max-model-len is "
@@ -120,7 +119,7 @@ class Simulation:
         self._arrivals = deque(in_order(arrivals))
         self._requests = sum(not a.background for a in arrivals)
         self._prompts = Prompts(VOCABULARY, shared, seed)
-        self._again: list[Arrival] = []
+        self._retries: list[Arrival] = []
         """Background sequences refused by a full queue, to be submitted again."""
         self._began = time.perf_counter()
 
@@ -139,7 +138,7 @@ class Simulation:
             raise ConfigError("background sequences alone run for ever: give requests or a number of seconds")
         turns, more = 0, 2 + 2 * self._depth if self._requests else 0
         while (not self.finished or more) and self.clock.now() < most_seconds and self.has_work():
-            more -= self.finished  # give background sequences behind the last request one more token
+            more -= self.finished  # after the last request, background sequences get one more token
             self.turn()
             turns += 1
             if progress is not None and turns % 64 == 0:
@@ -150,10 +149,10 @@ class Simulation:
 
     def has_work(self) -> bool:
         """Return True if anything runs, waits or will arrive."""
-        return bool(self._arrivals or self._again or self._loop.has_work() or self._loop.blocked)
+        return bool(self._arrivals or self._retries or self._loop.has_work() or self._loop.blocked)
 
     def turn(self) -> None:
-        """Submit arrivals and run one step, or move the clock to the next arrival or report of the disk."""
+        """Submit arrivals and run one step, or move the clock to the next arrival or tier report."""
         self._take_arrivals(self.clock.now())
         if self._loop.has_work():
             self._record(self._loop.step())
@@ -197,7 +196,7 @@ class Simulation:
 
     def _take_arrivals(self, now: float) -> None:
         """Submit the refused background sequences again, and all requests due by ``now``."""
-        again, self._again = self._again, []
+        again, self._retries = self._retries, []
         for arrival in again:
             self._submit(arrival)
         while self._arrivals and self._arrivals[0].at <= now:
@@ -212,8 +211,8 @@ class Simulation:
         try:
             events = self._loop.submit(submit)
         except Overloaded:
-            if arrival.background:  # keeps trying
-                self._again.append(arrival)
+            if arrival.background:
+                self._retries.append(arrival)
             else:
                 self.refused += 1
             return
@@ -244,7 +243,7 @@ class Simulation:
 
     def _end(self, arrival: Arrival) -> None:
         if arrival.background:
-            self._submit(replace(arrival, at=self.clock.now(), output=arrival.again))
+            self._submit(replace(arrival, at=self.clock.now(), output=arrival.restart_output))
         else:
             self.ended += 1
 

@@ -1,4 +1,4 @@
-"""Images of simulated requests: the form for schedulers, and the costs of encoding and sending."""
+"""Images of simulated requests: media items for schedulers, and the costs of encoding and sending."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.types.media_item import BLOCK_ROWS, MediaItem
 from weft.types.plan import Encode, StepPlan
 
 MERGE = 2
-"""Patches per side of a token."""
+"""A token covers MERGE x MERGE patches."""
 
 
 class ImageCosts(NamedTuple):
@@ -79,8 +79,7 @@ class Images:
 
     def _key(self) -> bytes:
         """Return the key of the next image, 16 bytes: with probability ``repeats`` the key of an earlier
-        image.
-        """
+        image."""
         if self._made and self._rng.random() < self._costs.repeats:
             known = self._rng.randrange(self._made)
         else:

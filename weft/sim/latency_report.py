@@ -54,8 +54,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Results of one run. Times in seconds, rates in tokens per second of virtual time."""
 
     seconds: float
-    """Start until the end of the last request (without background sequences), or until the run was cut
-    off."""
+    """From the start to the end of the last request (without background sequences), or to the cut-off."""
     requests: int
     """Number of requests; background sequences are not counted."""
     done: int
@@ -69,7 +68,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Times between two tokens of one background sequence, from the first arrival until the last first
     token."""
     quiet_itl: Latency
-    """The same without load of requests: in the second half of the time before the first arrival."""
+    """As ``background_itl``, without load: in the second half of the time before the first arrival."""
     prompt_rate: float
     """Prompt tokens per second, from the first arrival until the last first token."""
     output_rate: float
@@ -90,8 +89,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def gaps(streams: Sequence[Stream], begin: float = 0.0, end: float = float("inf")) -> np.ndarray:
     """Return times between consecutive tokens of each stream, float64 seconds [gaps], of all gaps that
-    overlap ``begin .. end`` (seconds). Empty without gaps.
-    """
+    overlap ``begin .. end`` (seconds). Empty without gaps."""
     found = []
     for stream in streams:
         times = np.asarray(stream.times)

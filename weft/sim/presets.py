@@ -1,4 +1,4 @@
-"""Measured cost models by name. ``python -m bench.cost_model`` measures another one."""
+"""Measured cost models by name. ``python -m bench.cost_model`` measures another machine."""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
-"""The levels of a KV tier on virtual time: host memory, disk and object store of one engine, which only take
-time.
+"""The levels of a KV tier on virtual time: host memory, disk and object store of one engine.
 
-The book and the loads are the product's code. The tier carries out one command after the other, loads before
-stores, as the thread of a rank does. A load takes each block from the quickest level that has the block, and
-a store writes to every level:
+The tier book and the loads are the product's code. The tier executes one command at a time, loads before
+stores, as the thread of a rank does. A load reads each block from the fastest level that has the block. A
+store writes to every level:
 
     seconds of a command = latency + bytes / bandwidth, summed over the levels
 
-Each level keeps the blocks that were used last, up to its size. The product's disk removes whole files
-instead.
+Each level evicts the least recently used blocks. The product's disk evicts whole files instead.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ class StoreCosts(NamedTuple):
     bandwidth: float
     """Bytes per second, for loads and stores together."""
     latency: float = 1e-3
-    """Seconds of a command beside the bytes."""
+    """Fixed seconds per command."""
     mode: StoreMode = "reused"
-    """Which blocks are stored. Of the first level: for all levels."""
+    """Policy of stores. The mode of the first level applies to all levels."""
     level: str = "disk"
     """One of ``LEVELS``."""
 
@@ -51,7 +49,7 @@ class _Level:
         self.used = self.evicted = 0
 
     def put(self, entry: Entry, nbytes: int) -> list[Entry]:
-        """Add or use a block of ``nbytes``. Return the blocks that made room."""
+        """Add or use a block of ``nbytes``. Return the evicted blocks."""
         gone = list[Entry]()
         if entry not in self.records:
             self.used += nbytes
@@ -71,7 +69,7 @@ class SimulatedStore:
     sockets: Sequence[Any] = ()
 
     def __init__(self, loads: Loads, levels: Sequence[StoreCosts], clock: VirtualClock) -> None:
-        """``loads``: the result of ``Scheduler.use_tier``. ``levels``: the quickest first."""
+        """``loads``: the result of ``Scheduler.use_tier``. ``levels``: the fastest first."""
         self.loads = loads
         self._levels, self._clock = [_Level(costs) for costs in levels], clock
         self._loads = deque[CopyBlocks]()
@@ -82,7 +80,7 @@ class SimulatedStore:
 
     @property
     def next_at(self) -> float | None:
-        """Time of the next report or deadline; None without one."""
+        """Time of the next report or deadline; None if there is neither."""
         times = [self._ends] if self._running is not None else []
         due = self.loads.next_due
         return min([*times, due] if due is not None else times, default=None)
@@ -155,19 +153,19 @@ class SimulatedStore:
 
 
 class StoreLoop(EngineLoop[FakeStep]):
-    """A step loop whose disk works during steps. ``store`` is None without a disk."""
+    """A step loop whose tier works during steps. ``store`` is None without a tier."""
 
     store: SimulatedStore | None = None
 
     def commit(self, events: list[TokenEvent]) -> None:
-        """Let the disk work until the end of the oldest step, then commit the step."""
+        """Let the tier work until the end of the oldest step, then commit the step."""
         complete = self._in_flight[0].handle.complete
         while self.wait_for_store(complete, events):
             pass
         super().commit(events)
 
     def wait_for_store(self, until: float, events: list[TokenEvent]) -> bool:
-        """Move the clock to the next report of the disk, and append the events. Return False without a report
+        """Move the clock to the next report of the tier, and append the events. Return False without a report
         at or before ``until``."""
         at = None if self.store is None else self.store.next_at
         if at is None or at > until:

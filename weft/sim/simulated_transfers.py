@@ -33,8 +33,8 @@ class SchedulerPart(Protocol):
     def transfer_requests(self) -> list[r.TransferRequest]: ...
 
 
-class Receives(Protocol):
-    """A group, as seen by a transfer."""
+class TransferGroup(Protocol):
+    """The interface of a group for transfers."""
 
     link_free_at: float
     """Time at which the link has sent everything queued so far."""
@@ -48,17 +48,17 @@ class Receives(Protocol):
 
 @dataclass(slots=True)
 class _SimulatedTransfer:
-    """A transfer, as known to both ends and the wire."""
+    """State of a transfer: sender, receiver and wire."""
 
-    sender: Receives
-    receiver: Receives | None = None
+    sender: TransferGroup
+    receiver: TransferGroup | None = None
     offered: bool = False
     length: int = 0
     start: int = 0
     """Positions before ``start`` are already at the receiver."""
     bound: bool = False
     waiting: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges of computed positions, held back until the receiver has blocks."""
+    """Ranges of computed positions that wait until the receiver has blocks."""
     arrives: float = 0.0
     """Arrival time of the latest data sent."""
     finished: bool = False
@@ -75,7 +75,7 @@ class SimulatedTransfers:
         self,
         timeline: Timeline,
         wire: Wire,
-        groups: Mapping[str, Receives],
+        groups: Mapping[str, TransferGroup],
         dims: r.GroupDims,
         cache: Cache = "kv",
     ) -> None:
@@ -92,7 +92,7 @@ class SimulatedTransfers:
         self._cache: Cache = cache
         self._open: dict[r.TransferKey, _SimulatedTransfer] = {}
 
-    def open(self, parameters: r.TransferParameters, group: Receives) -> None:
+    def open(self, parameters: r.TransferParameters, group: TransferGroup) -> None:
         """Record ``group`` as the sender or the receiver in ``parameters``.
 
         A receiver gets the offer if the sender has offered already.
@@ -106,10 +106,10 @@ class SimulatedTransfers:
             if transfer.offered:
                 self._offer(transfer, parameters.key)
 
-    def _transfer(self, key: r.TransferKey, sender: Receives) -> _SimulatedTransfer:
+    def _transfer(self, key: r.TransferKey, sender: TransferGroup) -> _SimulatedTransfer:
         return self._open.setdefault(key, _SimulatedTransfer(sender))
 
-    def serve(self, group: Receives) -> None:
+    def serve(self, group: TransferGroup) -> None:
         """Carry out the transfer actions requested by the scheduler of ``group``."""
         part = group.part(self._cache)
         for request in () if part is None else part.transfer_requests():
@@ -117,10 +117,9 @@ class SimulatedTransfers:
             if transfer is not None:
                 self._serve(group, transfer, request)
 
-    def _serve(self, group: Receives, transfer: _SimulatedTransfer, request: r.TransferRequest) -> None:
+    def _serve(self, group: TransferGroup, transfer: _SimulatedTransfer, request: r.TransferRequest) -> None:
         """Carry out one request of the scheduler of ``group`` for a transfer, and record its state in
-        ``transfer``.
-        """
+        ``transfer``."""
         match request:
             case r.OfferTransfer(key, num_prompt):
                 transfer.length, transfer.offered = num_prompt, True
@@ -128,9 +127,9 @@ class SimulatedTransfers:
             case r.ReserveTransfer(key, start):
                 transfer.bound, transfer.start = True, start
                 self._report(transfer.sender, r.TransferBound(key, start))
-                # Chunks computed before the receiver had blocks leave now, in order.
+                # Send the chunks that were computed before the receiver had blocks, in order.
                 for first, end in transfer.waiting:
-                    self._leave(transfer, first, end)
+                    self._queue_data(transfer, first, end)
                 transfer.waiting.clear()
                 self._finished(transfer, key)
             case r.PostponeTransfer(key, seconds):
@@ -155,19 +154,17 @@ class SimulatedTransfers:
         if transfer is None:
             return
         if transfer.bound:
-            self._leave(transfer, start, end)
+            self._queue_data(transfer, start, end)
         else:
             transfer.waiting.append((start, end))
 
-    def _leave(self, transfer: _SimulatedTransfer, start: int, end: int) -> None:
+    def _queue_data(self, transfer: _SimulatedTransfer, start: int, end: int) -> None:
         """Queue positions on the sender's link and set the time of arrival.
 
         Positions before ``transfer.start`` are already at the receiver.
         """
-        # Positions before `transfer.start` are already in the receiver's prefix cache.
         positions = max(end - max(start, transfer.start), 0)
         begins = max(self._timeline.now, transfer.sender.link_free_at)
-        # One link per sender: data queues behind earlier data.
         transfer.sender.link_free_at = begins + positions * self._wire.position_bytes / self._wire.bandwidth
         transfer.arrives = transfer.sender.link_free_at + self._wire.latency
 
@@ -176,17 +173,18 @@ class SimulatedTransfers:
             self._timeline.at(
                 max(transfer.arrives, self._timeline.now + self._wire.latency),
                 None,
-                self._land,
+                self._complete,
                 transfer,
                 key,
             )
 
-    def _land(self, transfer: _SimulatedTransfer, key: r.TransferKey) -> None:
-        """End a transfer as received at both ends, and record its exposed seconds. Ignored after an end."""
+    def _complete(self, transfer: _SimulatedTransfer, key: r.TransferKey) -> None:
+        """Mark a transfer as received at both ends, and record the exposed seconds. Ended transfers are
+        ignored."""
         if self._open.pop(key, None) is None or transfer.receiver is None:
             return
         self.exposed.append(self._timeline.now - transfer.computed)
-        self._happened(
+        self._deliver(
             transfer.receiver, r.TransferReceived(key, () if transfer.first is None else (transfer.first,))
         )
         self._report(transfer.sender, r.TransferReceived(key))
@@ -200,17 +198,17 @@ class SimulatedTransfers:
                 self._report(group, r.TransferFailed(key, why))
                 self._report(group, r.TransferFreed(key))
 
-    def lose(self, group: Receives) -> None:
+    def lose(self, group: TransferGroup) -> None:
         """End the transfers of ``group``, a process that has ended."""
         for key, transfer in list(self._open.items()):
             if group in (transfer.sender, transfer.receiver):
                 self._fail(transfer, key, PeerEnded("the other end of the transfer was lost").info())
 
-    def _report(self, group: Receives, event: r.TransferEvent) -> None:
+    def _report(self, group: TransferGroup, event: r.TransferEvent) -> None:
         """Deliver ``event`` of the other engine to ``group``, after the latency."""
-        self._timeline.at(self._timeline.now + self._wire.latency, None, self._happened, group, event)
+        self._timeline.at(self._timeline.now + self._wire.latency, None, self._deliver, group, event)
 
-    def _happened(self, group: Receives, event: r.TransferEvent) -> None:
+    def _deliver(self, group: TransferGroup, event: r.TransferEvent) -> None:
         part = group.part(self._cache)
         assert part is not None
         group.deliver(part.transfer(event, self._timeline.now))

@@ -1,4 +1,4 @@
-"""Virtual time: events in order, and the one source of randomness of a schedule."""
+"""Virtual time: events in order, and the only source of randomness of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TimelineProcess(Protocol):
 
     @property
     def stalled_until(self) -> float:
-        """Time until which the process stands still; events wait until then."""
+        """Time until which the process is stalled. Its events wait."""
 
 
 class TimelineOwner(TimelineProcess, Protocol):
@@ -40,7 +40,7 @@ class TimelineOwner(TimelineProcess, Protocol):
         """Handle the completion of the awaited step."""
 
     def transfer_news(self) -> None:
-        """Schedule a look at news of transfers."""
+        """Schedule the handling of new transfer reports."""
 
 
 class TimelineClock:
@@ -73,31 +73,31 @@ class Timeline:
         self._number = 0
 
     def at(
-        self, time: float, process: TimelineProcess | None, what: Callable[..., object], *arguments: Any
+        self, time: float, process: TimelineProcess | None, action: Callable[..., object], *arguments: Any
     ) -> None:
-        """Schedule ``what`` at ``time``: skipped if ``process`` is dead by then, later if ``process`` stands
-        still."""
+        """Schedule ``action`` at ``time``. Skipped if ``process`` is dead by then, postponed while
+        ``process`` is stalled."""
         self._number += 1
-        heapq.heappush(self._heap, (time, self._number, process, what, arguments))
+        heapq.heappush(self._heap, (time, self._number, process, action, arguments))
 
     def after(
         self,
         least: float,
         most: float,
         process: TimelineProcess | None,
-        what: Callable[..., object],
+        action: Callable[..., object],
         *arguments: Any,
     ) -> None:
-        """Schedule ``what`` after a random delay between ``least`` and ``most`` seconds."""
-        self.at(self.now + least + (most - least) * self.rng.random(), process, what, *arguments)
+        """Schedule ``action`` after a random delay between ``least`` and ``most`` seconds."""
+        self.at(self.now + least + (most - least) * self.rng.random(), process, action, *arguments)
 
     def advance(self) -> None:
         """Move to the earliest event and run it.
 
-        Drop the event of a dead process. Postpone the event if the process stands still. Raises IndexError
+        The event of a dead process is dropped. The event of a stalled process is postponed. Raises IndexError
         without events.
         """
-        time, _, process, what, arguments = heapq.heappop(self._heap)
+        time, _, process, action, arguments = heapq.heappop(self._heap)
         if time > self.now:
             self.now = time
         if process is not None:
@@ -105,20 +105,20 @@ class Timeline:
                 return
             if (stalled_until := process.stalled_until) > self.now:
                 self.counts["events that waited for a stalled process"] += 1
-                self.at(stalled_until, process, what, *arguments)
+                self.at(stalled_until, process, action, *arguments)
                 return
         self.events += 1
-        what(*arguments)
+        action(*arguments)
 
     @property
     def logs(self) -> bool:
         """True if notes are logged."""
         return self._log is not None
 
-    def note(self, source: str, arrow: str, target: str, what: object) -> None:
+    def note(self, source: str, arrow: str, target: str, action: object) -> None:
         """Log an occurrence, if a log was given."""
         if self._log is not None:
-            self._log(self.now, f"{source} {arrow} {target}  {what}")
+            self._log(self.now, f"{source} {arrow} {target}  {action}")
 
     def count(self, name: str, number: int = 1) -> None:
         """Count an occurrence."""

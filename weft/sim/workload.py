@@ -1,7 +1,6 @@
 """Workloads: Poisson arrivals, bursts, traces, and background sequences that decode all the time.
 
-A workload is a list of ``Arrival`` in order of time. All randomness comes from seeded generators, so a seed
-names a workload.
+A workload is a list of ``Arrival`` in order of time. A seed determines a workload.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ class Arrival:
     """Number of prompt tokens."""
     output: int
     """Number of output tokens. The sequence produces exactly as many, unless the run is cut off."""
-    again: int = 0
-    """Output tokens of the successor, which starts when the sequence ends.
+    restart_output: int = 0
+    """Output tokens of the successor, which starts when the sequence ends; 0 for no successor.
 
-    More than 0 makes the sequence a background sequence: requests disturb the inter-token times. Background
-    sequences are admitted before requests.
+    A sequence with a successor is a background sequence. Its inter-token times show the effect of requests.
+    Background sequences are admitted before requests.
     """
     images: int = 0
     """Number of images. Image tokens are not included in ``prompt``."""
 
     @property
     def background(self) -> bool:
-        return self.again > 0
+        return self.restart_output > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,8 @@ def poisson(
 def background(count: int, prompt: int, output: int, rng: random.Random) -> list[Arrival]:
     """Return ``count`` sequences that decode all the time: each end starts a successor at once.
 
-    Each sequence produces ``output`` tokens. The initial ones produce 1 to ``output``, so the ends spread.
+    Each sequence produces ``output`` tokens. The first sequences produce 1 to ``output``, so that their ends
+    are spread.
     """
     return [Arrival(0.0, prompt, rng.randint(1, output), output) for _ in range(count)]
 

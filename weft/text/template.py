@@ -194,7 +194,7 @@ def main() -> None:
         compiled = functools.lru_cache(TEMPLATES_CACHED)(CompiledTemplate)
         return lambda payload: (_answer(compiled, json.loads(payload)),)
 
-    serve(prepare, 0, CPU_SECONDS, tells=True)
+    serve(prepare, 0, CPU_SECONDS, reports_ready=True)
 
 
 def _answer(compiled: functools._lru_cache_wrapper[CompiledTemplate], asked: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""All spans of a run, read from the files of all processes, as one Chrome trace (Perfetto).
+"""Merge the spans of all processes of a run into one Chrome trace (Perfetto).
 
 Each weft process is a process of the trace. Each request has a track per process, or several tracks for
 overlapping spans. Arrows lead from a request's placements in the API server to the work in the engine
@@ -101,13 +101,13 @@ def chrome_trace(
 ) -> list[dict[str, Any]]:
     """Return events for Perfetto.
 
-    ``steps``: contents of --trace files by file name. Step events are placed in time by the origin in the
-    file, or at the first span without an origin.
+    ``steps``: contents of --trace files by file name. The origin in a file gives the start time of its
+    events. A file without an origin starts at the first span.
     """
     if not spans:
         return []
     first = min(span.start for span in spans)
-    origin = min([first, *(_began(events, first) for events in steps.values())])
+    origin = min([first, *(_origin_of(events, first) for events in steps.values())])
     tracks = _Tracks()
     events = list[dict[str, Any]]()
     # Placements by span id, as starts of arrows.
@@ -137,7 +137,7 @@ def chrome_trace(
 
 
 class _Tracks:
-    """Numbers of processes and tracks. Spans on one track are disjoint or nested."""
+    """Assigns numbers to processes and tracks. Spans on one track are disjoint or nested."""
 
     def __init__(self) -> None:
         """``processes``: (process, pid) -> number in the trace, from 1."""
@@ -195,7 +195,7 @@ def _steps(
     made = list[dict[str, Any]]()
     base = len(used) + 1
     for file, events in files.items():
-        began = _began(events, first)
+        began = _origin_of(events, first)
         pids = sorted({int(event.get("pid", 0)) for event in events})
         for pid in pids:
             about = {"name": f"{file}: {'steps' if pid == 0 else 'micro-batches'}"}
@@ -212,9 +212,9 @@ def _steps(
     return made
 
 
-def _began(events: Sequence[dict[str, Any]], otherwise: int) -> int:
-    """Return the origin of a step trace in nanoseconds; ``otherwise`` without an origin."""
-    return next((int(event["args"]["unix_ns"]) for event in events if _is_origin(event)), otherwise)
+def _origin_of(events: Sequence[dict[str, Any]], default: int) -> int:
+    """Return the origin of a step trace in nanoseconds; ``default`` without an origin."""
+    return next((int(event["args"]["unix_ns"]) for event in events if _is_origin(event)), default)
 
 
 def _micros(nanos: int) -> float:

@@ -1,10 +1,10 @@
 """Push of spans to an OpenTelemetry collector, over OTLP/HTTP.
 
-``SpanPush`` gets finished spans from the ``SpanWriter`` of the process and never waits for the network: a
-thread of its own converts and sends the spans. If the collector is too slow or away, spans are dropped and
-counted. The packages of the extra ``otel`` do the encoding and the HTTP requests. Their environment variables
-apply (OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_TIMEOUT, OTEL_EXPORTER_OTLP_CERTIFICATE,
-OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES and others).
+``SpanPush`` gets finished spans from the ``SpanWriter`` of the process. A thread converts and sends the
+spans, so that no caller waits for the network. If the collector is slow or unreachable, spans are dropped and
+counted. The packages of the extra ``otel`` encode and send. Their environment variables apply
+(OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_TIMEOUT, OTEL_EXPORTER_OTLP_CERTIFICATE, OTEL_SERVICE_NAME,
+OTEL_RESOURCE_ATTRIBUTES and others).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ log = get_logger(__name__)
 
 FLAG = "--otlp-traces-endpoint"
 PATH = "/v1/traces"
-"""Path of a collector for traces, added to a URL without a path."""
+"""Path for traces at a collector, added to a URL without a path."""
 MOST_WAITING = 8192
 """Maximum spans that wait for the collector."""
 BATCH = 128
-"""Maximum spans of one HTTP request. The conversion of a batch holds the interpreter for about 3 ms."""
+"""Maximum spans of one HTTP request. The conversion of a batch holds the GIL for about 3 ms."""
 EVERY_S = 1.0
-"""Seconds between two requests, unless a whole batch waits."""
+"""Seconds between two requests. A full batch is sent at once."""
 _EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 _SERVICE = "service.name"
 _PROTOCOL = "http/protobuf"
@@ -46,8 +46,8 @@ class SpanPush:
     """Sink of one process's spans: a bounded queue and a thread that sends the spans to ``endpoint``."""
 
     def __init__(self, endpoint: str, process: str) -> None:
-        """``endpoint``: URL with a path. ``process``: in each span. Raise ConfigError without the packages of
-        the extra ``otel``."""
+        """``endpoint``: URL with a path. ``process``: name of the process in each span. Raise ConfigError
+        without the packages of the extra ``otel``."""
         check_packages()
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -64,7 +64,7 @@ class SpanPush:
         self._lock = threading.Lock()
         self._waiting: deque[tuple[Span, int]] = deque()
         """Spans, each with the wall-clock time of time 0 of the span's clock, in nanoseconds."""
-        self._wake, self._over = threading.Event(), threading.Event()
+        self._wake, self._closing = threading.Event(), threading.Event()
         self._failing = False
         self.dropped = 0
         """Number of spans that did not reach the collector."""
@@ -76,16 +76,16 @@ class SpanPush:
         caller does not sample. ``origin``: nanoseconds since 1970 at time 0 of the spans' clock."""
         spans = [span for span in spans if span.context.sampled]
         with self._lock:
-            room = 0 if self._over.is_set() else MOST_WAITING - len(self._waiting)
+            room = 0 if self._closing.is_set() else MOST_WAITING - len(self._waiting)
             self._waiting.extend((span, origin) for span in spans[:room])
             self.dropped += len(spans) - min(room, len(spans))
             if len(self._waiting) >= BATCH:
                 self._wake.set()
 
     def close(self, seconds: float) -> None:
-        """Send the queued spans for at most ``seconds``, and end the thread. Spans that are left count as
-        dropped. Safe to call twice."""
-        self._over.set()
+        """Send the queued spans for at most ``seconds``, and end the thread. Remaining spans count as
+        dropped. Idempotent."""
+        self._closing.set()
         self._wake.set()
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -97,7 +97,7 @@ class SpanPush:
 
     def _run(self) -> None:
         """Send batches until ``close``, then the rest until an attempt fails."""
-        while not self._over.is_set():
+        while not self._closing.is_set():
             self._wake.wait(EVERY_S)
             self._wake.clear()
             while self._send() and len(self._waiting) >= BATCH:
@@ -159,13 +159,13 @@ class SpanPush:
 
 
 class _Reason(logging.Handler):
-    """Keeps the first message of the exporter about a batch, in place of its many log lines."""
+    """Stores the first message of the exporter about a batch, instead of logging all messages."""
 
     text = ""
 
     @classmethod
     def installed(cls) -> _Reason:
-        """Return the handler of the exporter's logger, which then has no other handler."""
+        """Return the only handler of the exporter's logger. Installs the handler at the first call."""
         logger = logging.getLogger(_EXPORTER)
         for handler in logger.handlers:
             if isinstance(handler, cls):
@@ -191,7 +191,7 @@ def check_packages() -> None:
 
 
 def check_endpoint(url: str) -> None:
-    """Raise ConfigError unless ``url`` is an http(s) URL and the packages of the extra ``otel`` are there."""
+    """Raise ConfigError unless ``url`` is an http(s) URL and the packages of the extra ``otel`` exist."""
     if not _is_http(url):
         raise ConfigError(
             f"{FLAG} must be the URL of an OTLP/HTTP collector, e.g. http://127.0.0.1:4318", param=FLAG
@@ -211,10 +211,11 @@ def _is_http(url: str) -> bool:
 def endpoint_of(flag: str | None) -> str | None:
     """Return the URL for spans; None for no push.
 
-    ``flag``: value of the flag, which wins over OpenTelemetry's variables. A URL without a path gets the path
-    of traces. The variables are ignored if OTEL_SDK_DISABLED is true, if OTEL_TRACES_EXPORTER is none, or if
-    the variables of the protocol name another protocol than http/protobuf. The last two are logged.
+    ``flag``: value of the flag, which takes precedence over OpenTelemetry's variables. The path of traces is
+    added to a URL without a path. The variables are ignored if OTEL_SDK_DISABLED is true. They are also
+    ignored, with a warning, if OTEL_TRACES_EXPORTER is none or if the protocol is not http/protobuf.
     """
+    # The standard appends the path to the general endpoint only, not to the endpoint for traces.
     if flag is not None:
         return flag if urlsplit(flag).path.strip("/") else flag.rstrip("/") + PATH
     if env.get("OTEL_SDK_DISABLED").strip().lower() == "true":
@@ -235,15 +236,15 @@ def _reason_against(url: str) -> str:
     general = env.get("OTEL_EXPORTER_OTLP_PROTOCOL").strip()
     protocol = env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL").strip() or general
     if protocol.lower() not in ("", _PROTOCOL):
-        return f"the protocol of the environment is {protocol!r}, and Weft speaks only {_PROTOCOL}"
+        return f"the protocol of the environment is {protocol!r}, and Weft supports only {_PROTOCOL}"
     return "" if _is_http(url) else "the URL is not of the form http://HOST:PORT"
 
 
 def open_push(flag: str | None, process: str) -> SpanPush | None:
     """Return the push of a process; None for no push.
 
-    Raise ConfigError if the flag is given, and the URL is wrong or the packages are missing. If only a
-    variable of OpenTelemetry asks for the push, the mistake is logged, and nothing is pushed.
+    Raise ConfigError for a wrong flag, or if the packages for the flag are missing. Errors of OpenTelemetry's
+    variables are logged only, and no spans are pushed.
     """
     if flag is not None:
         check_endpoint(flag)

@@ -1,4 +1,4 @@
-"""Table of the slowest requests, with time by stage."""
+"""Table of the slowest requests, with the time of each stage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = (*_TIMES, "tokens", "attempts", "end")
 
 @dataclass(slots=True)
 class RequestRow:
-    """One request's line of the table, in seconds.
+    """One row of the table, in seconds.
 
     With several sequences, ``attempts`` and ``stages`` belong to the sequence with the longest stages. With
     several attempts, ``stages`` is the sum over the attempts.
@@ -65,7 +65,7 @@ def _row(trace: str, request: ReadSpan, spans: Sequence[ReadSpan]) -> RequestRow
     if submitted:
         row.stages["read"] = (submitted[0] - request.start) / 1e9
     sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    moved: dict[tuple[str, int], int] = {}
+    prefill_ends: dict[tuple[str, int], int] = {}
     for one in spans:
         if one.parent not in parts:
             continue
@@ -74,11 +74,11 @@ def _row(trace: str, request: ReadSpan, spans: Sequence[ReadSpan]) -> RequestRow
             if one.name == name and part in of_parts:
                 sums[sequence][column] += one.seconds
         if one.name == "prefill" and part == "prefill":
-            moved[sequence, int(one.attributes["weft.attempt"])] = one.end
+            prefill_ends[sequence, int(one.attributes["weft.attempt"])] = one.end
     for one in spans:  # the time of a transfer after prefill
         if one.name == "await" and one.parent in parts:
             sequence = str(one.attributes["weft.sequence"])
-            since = moved.get((sequence, int(one.attributes["weft.attempt"])))
+            since = prefill_ends.get((sequence, int(one.attributes["weft.attempt"])))
             if since is not None:
                 sums[sequence]["transfer"] += max(one.end - since, 0) / 1e9
     if attempts:

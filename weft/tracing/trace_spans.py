@@ -1,4 +1,4 @@
-"""Spans: stretches of one request's time in one process, as in OpenTelemetry.
+"""Spans as in OpenTelemetry: one stage of a request in one process, with start and end.
 
 Spans contain counts and names only, never text. The ids travel as W3C ``traceparent``.
 """

@@ -2,8 +2,8 @@
 
 The collector gets the same spans as the file (``weft.tracing.push``). Each line of the file is one
 ``TracesData``, the format of OpenTelemetry's file exporters and of the collector's receiver
-(``otlpjsonfile``). ``write`` takes microseconds and never waits: a thread encodes and writes queued spans ten
-times per second. If the disk is too slow or full, spans are dropped and counted.
+(``otlpjsonfile``). ``write`` only queues a span. A thread writes the queue ten times per second. If the disk
+is slow or full, spans are dropped and counted.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SUFFIX = ".spans.jsonl"
 MOST_WAITING = 8192
 """Maximum spans in the queue to the disk."""
 EVERY_S = 0.1
-"""Seconds between two writes. A killed process loses at most the spans of so many seconds."""
+"""Seconds between two writes. A killed process loses at most the spans of this time."""
 CLOSE_S = 5.0
 """Maximum seconds of ``close`` for writing the last spans."""
 PUSH_CLOSE_S = 3.0
-"""Further seconds of ``close`` for the last spans that are pushed."""
+"""Further maximum seconds of ``close`` for pushing the last spans."""
 
 
 class SpanWriter:
@@ -44,22 +44,19 @@ class SpanWriter:
     def __init__(self, folder: str | None, process: str, push: SpanPush | None = None) -> None:
         """Open a file in ``folder``, which is created if missing, and start the thread.
 
-        ``folder``: None for no file. ``process``: in the file's name and in each span. ``push``: also gets
-        all spans; closed by ``close``.
-
-        Raises ConfigError if the file cannot be created.
+        ``folder``: None for no file. ``process``: part of the file name and of each span. ``push``: also gets
+        all spans; closed by ``close``. Raises ConfigError if the file cannot be created.
         """
         self._to_file, self._push = folder is not None, push
         self._file: IO[bytes] | None = None if folder is None else _open_file(folder, process)
         self._resource = _attributes(
             {"service.name": "weft", "service.instance.id": process, "process.pid": os.getpid()}
         )
-        # Span times are monotonic, files have wall-clock times. The offset is fixed, so spans keep their
-        # order.
+        # Span times are monotonic, file times are wall-clock. A fixed offset keeps the order of spans.
         self._origin = time.time_ns() - time.monotonic_ns()
         self._lock = threading.Lock()
         self._waiting: list[Span] = []
-        self._came, self._over = threading.Event(), threading.Event()
+        self._wake, self._closing = threading.Event(), threading.Event()
         self._lost = 0
         self._thread = threading.Thread(target=self._run, name="weft-spans", daemon=True)
         self._thread.start()
@@ -72,22 +69,22 @@ class SpanWriter:
     def write(self, span: Span, end: float, error: str | None = None) -> None:
         """Queue ``span``, which ended at ``end`` (seconds).
 
-        Sets the span's end and error; the span must not change any more. With a full queue, or after
-        ``close``, the span counts as dropped.
+        Sets end and error of the span, which must not change afterwards. With a full queue, or after
+        ``close``, the span is dropped and counted.
         """
         span.end, span.error = end, error
         with self._lock:
-            if len(self._waiting) >= MOST_WAITING or self._over.is_set():
+            if len(self._waiting) >= MOST_WAITING or self._closing.is_set():
                 self._lost += 1
                 return
             self._waiting.append(span)
-        self._came.set()
+        self._wake.set()
 
     def close(self) -> None:
         """Write the queued spans and end the thread; wait up to ``CLOSE_S``, and ``PUSH_CLOSE_S`` for the
         push. Safe to call twice."""
-        self._over.set()
-        self._came.set()
+        self._closing.set()
+        self._wake.set()
         self._thread.join(CLOSE_S)
         if self._push is not None:
             self._push.close(PUSH_CLOSE_S)
@@ -96,11 +93,11 @@ class SpanWriter:
         """Write queued spans every ``EVERY_S`` seconds until ``close``; then close the file and log dropped
         spans.
         """
-        while not self._over.is_set():
-            self._came.wait()
+        while not self._closing.is_set():
+            self._wake.wait()
             # Collect spans for a while: one write per interval, not one per span.
-            self._over.wait(EVERY_S)
-            self._came.clear()
+            self._closing.wait(EVERY_S)
+            self._wake.clear()
             self._flush()
         self._flush()
         if self._file is not None:

@@ -1,4 +1,4 @@
-"""Grouped-query attention with gradients: the engine's backend forward, plain torch backward."""
+"""Grouped-query attention with gradients: the engine's backend forward, differentiable torch backward."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class RecordedAttention(AttentionBackend):
             self._engine.attend(q, made, core._replace(caches=caches, sinks=sinks), kind, spec)
             return made
 
-        def again(q: Tensor, cache: Tensor, sinks: Tensor | None) -> Tensor:
+        def recompute(q: Tensor, cache: Tensor, sinks: Tensor | None) -> Tensor:
             return attended(q, cache, sinks, core, kind, spec)
 
-        made = run_recorded(self._masters, forward, again, q, cache, core.sinks)
+        made = run_recorded(self._masters, forward, recompute, q, cache, core.sinks)
         out.copy_(made)
 
 

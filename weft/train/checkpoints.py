@@ -2,7 +2,7 @@
 
 OUT/log.jsonl                  one line per step
 OUT/checkpoint-000040/         config, tokenizer, model.safetensors
-OUT/checkpoint-000040/trainer/ masters and moments of the optimizer (safetensors), step (JSON)
+OUT/checkpoint-000040/trainer/ master weights and optimizer state (safetensors), step and settings (JSON)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def write_model(target: Path, source: Path, tensors: Iterable[tuple[str, Tensor]
 def save(
     out: Path, step: int, source: Path, policy: Policy, optimizer: torch.optim.Optimizer, about: Any
 ) -> Path:
-    """Write the checkpoint after ``step`` and return its folder. A broken write leaves no checkpoint.
+    """Write the checkpoint after ``step`` and return its folder. A failed write leaves no checkpoint.
 
     ``about``: settings of the run, as JSON. Raises ConfigError for a folder that cannot be written.
     """
@@ -53,14 +53,14 @@ def save(
         write_model(partial, source, policy.tensors())
         _write_state(partial / "trainer", step, policy, optimizer, about)
         for path in partial.rglob("*"):
-            # After a crash of the machine, a renamed folder without contents would be the last checkpoint.
+            # Without the flush, a crash of the machine could leave a renamed folder without contents.
             if path.is_file():
                 _flush(path)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"checkpoint {step} cannot be written to {out} ({error}); make room, then the same command "
+            f"checkpoint {step} cannot be written to {out} ({error}); free disk space, then the same command "
             "continues from the last checkpoint",
             param="--out",
         ) from error
@@ -112,18 +112,19 @@ def restore(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, abou
     try:
         saved = json.loads((folder / "trainer" / "state.json").read_text(encoding="utf-8"))
         state = load_file(folder / "trainer" / "state.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
+        step, settings = int(saved["step"]), dict(saved["settings"])
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise ConfigError(
             f"the state of the trainer in {folder} cannot be read ({error}); delete this checkpoint to "
-            "continue from the checkpoint before, or give another --out",
+            "continue from the previous checkpoint, or give another --out",
             param="--out",
         ) from error
     # JSON turns tuples into lists, so both sides are compared as JSON.
     now = json.loads(json.dumps(about))
-    changed = sorted(name for name, value in now.items() if saved["settings"].get(name) != value)
+    changed = sorted(name for name, value in now.items() if settings.get(name) != value)
     if changed:
         raise ConfigError(
-            f"{folder.parent} was begun with other settings: {', '.join(changed)}; give the same settings, "
+            f"{folder.parent} was started with other settings: {', '.join(changed)}; give the same settings, "
             "or another --out",
             param="--out",
         )
@@ -134,11 +135,11 @@ def restore(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, abou
         with torch.no_grad():
             one.copy_(master)
         moments = {moment: state.get(f"{moment}.{name}") for moment in _MOMENTS}
-        # AdamW counts steps on the CPU, and keeps the other moments beside the parameter.
+        # AdamW has its step counter on the CPU, and the other state on the device of the parameter.
         optimizer.state[one] = {
             moment: value if moment == "step" else value.to(one.device)
             for moment, value in moments.items()
             if value is not None
         }
     policy.settle()
-    return int(saved["step"])
+    return step

@@ -18,7 +18,7 @@ from weft.train.policy import Policy, Scored
 
 Tensor = torch.Tensor
 
-_TINY = 1e-6
+_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +40,17 @@ class Rollout:
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
-    """Return the advantages of one group: rewards less their mean, divided by their standard deviation.
+    """Return the advantages of one group: (reward - mean) / (standard deviation + 1e-6).
 
     Equal rewards give zeros.
     """
     mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards)
-    return [(reward - mean) / (spread + _TINY) if spread else 0.0 for reward in rewards]
+    return [(reward - mean) / (spread + _EPSILON) if spread else 0.0 for reward in rewards]
 
 
 @dataclass(slots=True)
 class Mismatch:
-    """Difference between the logprobs of rollouts and those of the trainer, over tokens."""
+    """Differences between the logprobs of the rollouts and of the trainer, over tokens."""
 
     tokens: int = 0
     unequal: int = 0
@@ -79,17 +79,17 @@ class Update:
     """Report of the updates of one step."""
 
     loss: float = 0.0
-    """Loss of the first minibatch, the one that ``mismatch`` counts."""
+    """Loss of the first minibatch."""
     grad_norm: float = 0.0
     """Norm of the gradient of the last minibatch, before clipping."""
     clipped: int = 0
     """Number of tokens at which the clip was active."""
     mismatch: Mismatch | None = None
-    """Before the first update of the step, so that both sides have the same weights."""
+    """Mismatch of the first minibatch, before the first update: rollouts and trainer have equal weights."""
 
 
 def batches(rollouts: Sequence[Rollout], most: int) -> Iterator[list[Rollout]]:
-    """Yield the rollouts in order, in parts of at most ``most`` tokens (one longer rollout makes a part)."""
+    """Yield the rollouts in order, in parts of at most ``most`` tokens. A longer rollout is a part alone."""
     part: list[Rollout] = []
     tokens = 0
     for one in rollouts:
@@ -104,7 +104,7 @@ def batches(rollouts: Sequence[Rollout], most: int) -> Iterator[list[Rollout]]:
 
 
 def split(rollouts: Sequence[Rollout], minibatches: int) -> Iterator[Sequence[Rollout]]:
-    """Yield ``minibatches`` parts in order, at most one per rollout. Sizes differ by at most 1."""
+    """Yield ``minibatches`` parts in order. Sizes differ by at most 1."""
     for number in range(minibatches):
         begin, end = (len(rollouts) * at // minibatches for at in (number, number + 1))
         yield rollouts[begin:end]
@@ -120,10 +120,10 @@ def update(
     grad_norm: float = 1.0,
     tokens: int = 8192,
 ) -> Update:
-    """Change the policy by one optimizer step per minibatch. Return the report.
+    """Run one optimizer step per minibatch and return the report.
 
-    ``tokens``: maximum tokens of a packed forward pass. A minibatch without an advantage changes nothing.
-    Raises EngineDead for a gradient that is not finite, before this gradient changes the policy.
+    ``tokens``: maximum tokens of a packed forward pass. A minibatch with zero advantages is skipped. Raises
+    EngineDead for a gradient that is not finite, before the optimizer step.
     """
     made = Update()
     parameters = list(policy.parameters.values())
@@ -138,7 +138,7 @@ def update(
             value.backward()
             loss += value.item()
         if mismatch is not None:
-            # Without an advantage there is no gradient, and only the mismatch needs the forward pass.
+            # Rollouts with zero advantage have no gradient. Only the mismatch needs their forward pass.
             with torch.no_grad():
                 for part in batches([one for one in own if not one.advantage], tokens):
                     _loss(policy, part, clip, mismatch, made)
@@ -148,8 +148,8 @@ def update(
             made.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, grad_norm).item()
             if not math.isfinite(made.grad_norm):
                 raise EngineDead(
-                    "the gradient is not finite: train the last checkpoint with a smaller --lr and another "
-                    "--out"
+                    "the gradient is not finite: continue from the last checkpoint with a smaller --lr and "
+                    "another --out"
                 )
             optimizer.step()
             policy.settle()
@@ -166,8 +166,8 @@ def _loss(
         if mismatch is not None:
             mismatch.add(trainer, rollout)
         ratio = (trainer - rollout).exp()
-        kept = ratio.clamp(1 - clip, 1 + clip)
-        gain = torch.minimum(ratio * one.advantage, kept * one.advantage)
+        bounded = ratio.clamp(1 - clip, 1 + clip)
+        gain = torch.minimum(ratio * one.advantage, bounded * one.advantage)
         report.clipped += int((gain != ratio * one.advantage).sum())
         losses.append(-gain.sum())
     return torch.stack(losses).sum()

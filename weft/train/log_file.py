@@ -12,11 +12,11 @@ from weft.common.errors import ConfigError
 
 
 class LogFile:
-    """Lines of JSON, each with its step. One process writes at a time."""
+    """Lines of JSON, one per step. One process writes at a time."""
 
     def __init__(self, out: Path) -> None:
-        """Open the log of the folder ``out``. Raises ConfigError for a folder that cannot be written, or that
-        another run uses."""
+        """Open the log of the folder ``out``. Raises ConfigError if the folder cannot be written, or if
+        another run uses the folder."""
         self._path = out / "log.jsonl"
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -28,11 +28,12 @@ class LogFile:
         except OSError:
             self.close()
             raise ConfigError(
-                f"another run writes to {out}: wait for its end, or give another --out", param="--out"
+                f"another run writes to {out}: wait until that run ends, or give another --out", param="--out"
             ) from None
 
     def cut(self, step: int) -> None:
-        """Drop the lines after ``step``, and an incomplete last line. Raises ConfigError for other lines."""
+        """Drop the lines after ``step``, and an incomplete last line. Raises ConfigError for foreign
+        lines."""
         end = 0
         for line in self._path.read_bytes().splitlines(keepends=True):
             if not line.endswith(b"\n"):
@@ -40,7 +41,7 @@ class LogFile:
             try:
                 behind = int(json.loads(line)["step"]) > step
             except (ValueError, TypeError, KeyError):
-                message = f"{self._path} has other lines than the steps of a run: give another --out"
+                message = f"{self._path} has lines that are not steps of a run: give another --out"
                 raise ConfigError(message, param="--out") from None
             if behind:
                 break
@@ -55,13 +56,13 @@ class LogFile:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
             raise ConfigError(
-                f"{self._path} cannot be written: {error.strerror}; make room, then the same command "
-                "continues from the last checkpoint",
+                f"{self._path} cannot be written: {error.strerror}; free disk space, then the same "
+                "command continues from the last checkpoint",
                 param="--out",
             ) from error
 
     def close(self) -> None:
-        """Close the file, and free the folder for another run. Idempotent."""
+        """Close the file and unlock the folder. Idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

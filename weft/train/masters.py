@@ -1,10 +1,10 @@
-"""Wide copies of the parameters of a model, and their way to and from the tensors of a checkpoint.
+"""Master weights: copies of the parameters in a wide dtype (at least float32), and the checkpoint tensors.
 
     optimizer ──> master (float32) ──> published tensor (dtype of the file) ──> plain parameter ──> packed
                                           └──> checkpoint folder, engine
 
-After each change the plain parameter is filled from the published tensor, by the rules of the loader. So an
-engine that loads the published tensors has the same bits.
+After each change, the plain parameter is filled from the published tensor, as the loader does. An engine that
+loads the published tensors therefore has the same bits.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Master:
     name: str
     """Name of the parameter in the model, e.g. ``blocks.0.attention.qkv.weight``."""
     plain: nn.Parameter
-    """Parameter that the ops read or pack, in the dtype of the engine."""
+    """The parameter of the model, in the dtype of the engine. Ops read or pack this parameter."""
     value: nn.Parameter
     """Wide copy with the layout of ``plain``. The optimizer changes this copy."""
     trained: bool = True
-    """False for a parameter without a gradient: the correction of expert scores, which balances load."""
+    """False for the bias of expert scores (``router.correction``), which has no gradient."""
 
     def gather(self) -> None:
         """Add the gradient of ``plain`` to the gradient of ``value``. Clears the gradient of ``plain``.
@@ -50,16 +50,16 @@ class Master:
 
 
 class Masters:
-    """The trained parameters of a model. Found by the memory of the plain parameter, because layers pass
-    ``parameter.data`` to the ops."""
+    """The master weights of a model, found by the memory address of the plain parameter: layers pass
+    ``parameter.data`` to the ops, not the parameter."""
 
     def __init__(self) -> None:
         self._by_memory: dict[int, Master] = {}
         self.version = 0
-        """Number of changes of the plain parameters. Packed weights of an older version are stale."""
+        """Number of changes of the plain parameters. Packed weights of older versions are stale."""
 
-    def adopt(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Make a master of each parameter with floating-point values."""
+    def add(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Add a master of each floating-point parameter."""
         for name, parameter in parameters:
             if parameter.is_floating_point() and parameter.numel():
                 copy = parameter.detach().to(wide(parameter.dtype), copy=True)
@@ -95,8 +95,8 @@ class Published:
     """The tensors of a checkpoint, read from and written to masters."""
 
     def __init__(self, masters: Masters, weights: WeightMap, files: Sequence[Path]) -> None:
-        """``weights``: names of the checkpoint in ``files``. Raises ConfigError for a tensor whose values the
-        loader computes, because such a tensor cannot be written back."""
+        """``weights``: placements of the tensors in ``files``. Raises ConfigError for a tensor that the
+        loader changes by arithmetic, because such a tensor cannot be written back."""
         self._masters = masters
         by_name = {master.name: master for master in masters}
         self._parts: dict[str, _Part] = {}
@@ -136,12 +136,14 @@ def _part(name: str, master: Master, placement: Placement, tensor: Tensor) -> _P
     """Return the part of ``master`` that the published ``tensor`` fills. Raises ConfigError."""
     order = None
     if placement.parts or placement.read is not None:
-        # The loader arranges the numbers of the elements. Without arithmetic each number stays.
+        # Run the loader on element numbers. The loader only moves elements if all numbers come back.
         numbers = torch.arange(tensor.numel(), dtype=torch.float64).view(tensor.shape)
         arranged = replace(placement, offset=0.0).arranged(numbers, torch.float64)
         order = arranged.flatten().long()
         if not torch.equal(order.double().sort().values, numbers.flatten()):
-            raise ConfigError(f"this model cannot be trained: the loader computes {name}", param="--model")
+            raise ConfigError(
+                f"this model cannot be trained: the loader changes values of {name}", param="--model"
+            )
     return _Part(master, placement, tuple(tensor.shape), tensor.dtype, order)
 
 

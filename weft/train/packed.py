@@ -1,4 +1,4 @@
-"""Sequences packed into one step without a scheduler: every sequence is a prompt from position 0."""
+"""Pack sequences into one step without a scheduler: every sequence is a prompt from position 0."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def packed_step(
 ) -> tuple[StepInput, list[LayerCache]]:
     """Return a step over all tokens of ``sequences`` (token ids), and zeroed caches of each layer.
 
-    ``logits_index``: rows with logits, among the T tokens of all sequences. The caches hold these sequences
-    alone. Each layer has separate tensors, because autograd counts the writes to a tensor.
+    ``logits_index``: rows with logits, among the T tokens of all sequences. The caches have room for these
+    sequences only. Each layer has separate cache tensors, because autograd counts the writes to a tensor.
     """
     counts = np.array([len(one) for one in sequences], np.int32)
     ids = torch.tensor(list(itertools.chain.from_iterable(sequences)), device=device)
@@ -59,14 +59,14 @@ def _blocks(pool: PoolSpec, counts: np.ndarray) -> np.ndarray:
 
 
 def _table(pool: PoolSpec, counts: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (block table int64 [R, W], place of each token's entry int64 [T]). Block 0 is the null block."""
+    """Return (block table int64 [R, W], cache index of each token int64 [T]). Block 0 is the null block."""
     needed = _blocks(pool, counts)
     table = torch.zeros(len(counts), int(needed.max()), dtype=torch.int64, device=device)
     writes = []
     first = 1
     for row, (blocks, count) in enumerate(zip(needed.tolist(), counts.tolist(), strict=True)):
         table[row, :blocks] = torch.arange(first, first + blocks, device=device)
-        # Consecutive blocks, so the places of a sequence are consecutive.
+        # The blocks of a sequence are consecutive, so the cache indices are, too.
         writes.append(first * pool.block_size + torch.arange(count, device=device))
         first += blocks
     return table, torch.cat(writes)

@@ -34,12 +34,13 @@ class Scored(NamedTuple):
 class Policy:
     """The model of an engine's configuration, with gradients.
 
-    The layers are those of the engine, built with ops that record (``RecordingBuild``). An optimizer changes
-    ``parameters``; ``settle`` makes the change visible to the forward pass and to ``tensors``.
+    The layers are the engine's layers, built with differentiable ops (``RecordingBuild``). An optimizer
+    changes ``parameters``. ``settle`` makes the change visible to the forward pass.
     """
 
     def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
-        """Load the weights of ``config.model_path``. Raises ConfigError: the model cannot be trained."""
+        """Load the weights of ``config.model_path``. Raises ConfigError for a model that cannot be
+        trained."""
         check(config)
         self._kv = config.kv
         self._dtype, self._device = DTYPES[config.dtype], device_of(config)
@@ -61,22 +62,22 @@ class Policy:
         self._model, weights, files = load_plain(
             config.model_path, config.loaded, build, config.model.load_format, progress
         )
-        self._masters.adopt(self._model.named_parameters())
+        self._masters.add(self._model.named_parameters())
         self._published = Published(self._masters, weights, files)
         self._model.pack()
-        # A parameter that a layer reads without an op gets its gradient from torch.
+        # Some layers read a parameter without an op. Torch then computes the gradient.
         for master in self._masters:
             master.plain.requires_grad_(master.trained)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trained parameters, wide, for the optimizer, by name in the modules of the engine."""
+        """Trained master weights for the optimizer, by name in the modules of the engine."""
         return {master.name: master.value for master in self._masters if master.trained}
 
     def logprobs(self, sequences: Sequence[Scored]) -> list[Tensor]:
-        """Return the logprobs of ``ids[first:]`` of each sequence, wide [tokens], in one packed forward pass.
+        """Return the logprobs of ``ids[first:]`` of each sequence, [tokens], from one packed forward pass.
 
-        The values are those of the engine: log_softmax of the untouched logits.
+        The values equal the engine's: log_softmax of the unmodified logits, in a wide dtype.
         """
         rows, tokens, counts = list[int](), list[int](), list[int]()
         begin = 0
@@ -96,7 +97,7 @@ class Policy:
 
     def gather(self) -> None:
         """Complete the gradients of ``parameters`` after the backward passes. Raises EngineDead for a
-        parameter without a gradient, because its layer was not recorded."""
+        parameter without a gradient: a layer of the model is not differentiable."""
         missing = []
         for master in self._masters:
             master.gather()
@@ -106,7 +107,7 @@ class Policy:
             raise EngineDead(f"no gradient reached {', '.join(missing[:4])}: this model cannot be trained")
 
     def settle(self) -> None:
-        """Round the parameters to the weights of the engine, after a step of the optimizer."""
+        """Round the master weights to the model's parameters. Call after each optimizer step."""
         self._published.apply()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -119,9 +120,10 @@ class Policy:
 
 
 def check(config: EngineConfig) -> None:
-    """Raise ConfigError for a configuration that cannot be trained, naming the setting to change."""
+    """Raise ConfigError for a configuration that cannot be trained. The error names the setting to change."""
+    # Each check excludes a path of the forward pass without gradients, or weights in more than one process.
     if config.spec.vision is not None:
-        raise ConfigError("weft train trains text models: this model sees images", param="--model")
+        raise ConfigError("weft train trains text models: this model accepts images", param="--model")
     if not config.spec.head:
         raise ConfigError("this model cannot be trained: the model has no output head", param="--model")
     if config.model.load_format in ("dummy", "partial"):

@@ -1,10 +1,10 @@
-"""Ops with gradients: the forward pass is the op that the engine chose, the backward pass is torch.
+"""Ops with gradients: the engine's op forward, a differentiable reference op backward.
 
     forward     engine's op on packed weights           the same bits as the engine
-    backward    reference op of ``weft.ops.torch_ops``, computed again in a wide dtype and differentiated
+    backward    reference op of ``weft.ops.torch_ops``, recomputed in a wide dtype and differentiated
 
-``RecordingBuild`` gives these ops to the layers of a model, so a family has one definition. The gradient of a
-rounded weight is the gradient of the wide master.
+``RecordingBuild`` gives these ops to the engine's layers, so that each model family has one definition. The
+gradient at the rounded weight is used as the gradient of the master weight (straight-through).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _PLAIN = (
     "squares",
     "embedding",
 )
-"""Ops on tensors, with a differentiable reference of the same signature."""
+"""Ops with a differentiable reference of the same signature."""
 _OVERWRITES = ("add_rms_norm",)
 """Ops that may overwrite the first argument."""
 _OF_EXPERTS = (
     *("router", "router_bias", "gate_up", "down", "gate_up_bias", "down_bias"),
     *("shared_gate_up", "shared_down", "shared_gate"),
 )
-"""Trained fields of ``Routed``. The correction of scores has no gradient."""
+"""Trained fields of ``Routed``. The bias of expert scores has no gradient."""
 
 
 def _activation(x: Tensor, name: str) -> Tensor:
@@ -63,8 +63,8 @@ def _swiglu(gate_up: Tensor, activation: str, *, alpha: float) -> Tensor:
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
-#: The references of these ops divide by 1 + exp(-x). Their derivative is NaN where exp overflows.
-_AGAIN: dict[str, Callable[..., Tensor]] = {
+#: Replace references that divide by 1 + exp(-x): their derivative is NaN where exp overflows.
+_RECOMPUTE: dict[str, Callable[..., Tensor]] = {
     "activation": _activation,
     "sigmoid_gate": lambda x, gate: x * torch.sigmoid(gate),
     "softcap": lambda x, cap: cap * torch.tanh(x / cap),
@@ -72,46 +72,46 @@ _AGAIN: dict[str, Callable[..., Tensor]] = {
 
 
 _LOWEST = -80.0
-"""Bound of logits before a sigmoid: the sigmoid is 2e-35, and exp(80) fits float32."""
+"""Lower bound of logits before a sigmoid: sigmoid(-80) is 2e-35, and exp(80) fits float32."""
 
 
 def _product(rule: Rule, router: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the logits of the router or of the shared expert's gate, so that each score has a derivative.
+    """Return the logits of the router or of the shared expert's gate, bounded so that derivatives are finite.
 
-    ``route`` computes sigmoids by exp. Where exp overflows, the derivative is 0 * inf, also for an expert
-    that was not chosen.
+    ``route`` computes sigmoids by exp. Where exp overflows, the derivative is 0 * inf = NaN, also for an
+    expert that was not chosen.
     """
     logits = F.linear(x, weight, bias)
     return logits if weight is router and rule.scoring == "softmax" else logits.clamp(min=_LOWEST)
 
 
 class _Recorded(torch.autograd.Function):
-    """Run ``engine`` forward, and differentiate ``again`` backward."""
+    """Run ``engine`` in the forward pass, and differentiate ``recompute`` in the backward pass."""
 
     @staticmethod
     def forward(
         ctx: Any,
         engine: Callable[[], Any],
-        again: Callable[..., Any],
+        recompute: Callable[..., Any],
         masters: Sequence[Master | None],
         *inputs: Tensor,
     ) -> Any:
-        """Return ``engine()``. inputs: differentiable tensors; a master's ``value`` stands for its parameter.
+        """Return ``engine()``. inputs: differentiable tensors, with ``Master.value`` in place of a parameter.
 
-        ``again`` gets the inputs in a wide dtype and returns the outputs of ``engine`` by the reference op.
+        ``recompute``: reference op. Gets the inputs in a wide dtype and returns the outputs of ``engine``.
         """
-        ctx.again, ctx.masters = again, masters
+        ctx.recompute, ctx.masters = recompute, masters
         ctx.save_for_backward(*inputs)
         return engine()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # The derivative is taken at the rounded weights, with which the forward pass computed.
+        # The derivative is taken at the rounded weights, because the forward pass used these weights.
         values = [
             tensor if master is None else master.plain
             for tensor, master in zip(ctx.saved_tensors, ctx.masters, strict=True)
         ]
-        made = differentiate(ctx.again, values, ctx.needs_input_grad[3:], gradients)
+        made = differentiate(ctx.recompute, values, ctx.needs_input_grad[3:], gradients)
         found = [
             None if one is None else one.to(tensor.dtype)
             for one, tensor in zip(made, ctx.saved_tensors, strict=True)
@@ -125,10 +125,11 @@ def differentiate(
     needed: Sequence[bool],
     gradients: Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """Return the gradient of each needed input, in a wide dtype; None for others.
+    """Return the gradient of each needed input, in a wide dtype; None for the other inputs.
 
-    ``function`` gets the inputs in a wide dtype. ``gradients``: of the outputs of ``function``.
+    ``function`` gets the inputs in a wide dtype. ``gradients``: gradients of the outputs of ``function``.
     """
+    # Outputs without a gradient function and unused inputs are legal: both give None.
     with torch.enable_grad():
         values = [
             tensor.detach().to(torch_ops.wide(tensor.dtype)).requires_grad_(need)
@@ -148,13 +149,13 @@ def differentiate(
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class PackedWeights:
     """Weights for one op, packed again after each change of the masters."""
 
     masters: Masters
     pack: Callable[[], Any]
     master: Master | None = None
-    """Master of a single matrix."""
+    """Master of the matrix; None for routed experts."""
     of_experts: dict[str, Master] = field(default_factory=dict)
     """Masters of a routed block, by field of ``Routed``."""
     weights: Routed | None = None
@@ -172,18 +173,19 @@ class Held:
 def run_recorded(
     masters: Masters,
     engine: Callable[..., Any],
-    again: Callable[..., Any],
+    recompute: Callable[..., Any],
     *args: Any,
     overwrites: bool = False,
 ) -> Any:
-    """Return ``engine(*args)`` with gradients for every tensor, parameter and ``Held`` matrix in ``args``.
+    """Return ``engine(*args)`` with gradients for every tensor, parameter and ``PackedWeights`` matrix in
+    ``args``.
 
-    ``again``: reference of the same signature. ``overwrites``: ``engine`` may overwrite the first argument.
+    ``recompute``: reference op of the same signature. ``overwrites``: ``engine`` may overwrite ``args[0]``.
     """
     places, inputs, owners = list[int](), list[Tensor](), list[Master | None]()
     given = list(args)
     for place, arg in enumerate(args):
-        if isinstance(arg, Held):
+        if isinstance(arg, PackedWeights):
             owner = arg.master
             given[place] = arg.packed
         elif isinstance(arg, Tensor) and arg.is_floating_point():
@@ -200,13 +202,13 @@ def run_recorded(
         whole = list(args)
         for place, value in zip(places, values, strict=True):
             whole[place] = value
-        return again(*whole)
+        return recompute(*whole)
 
     return _Recorded.apply(lambda: engine(*given), reference_of, owners, *inputs)
 
 
 class _Rotated(torch.autograd.Function):
-    """The op ``qkv_rope_cache``. The cache carries the gradients of keys and values to attention."""
+    """The op ``qkv_rope_cache``. Gradients of keys and values arrive as the gradient of the cache."""
 
     @staticmethod
     def forward(
@@ -238,15 +240,15 @@ class _Rotated(torch.autograd.Function):
             for tensor, master in zip(norms, ctx.masters, strict=True)
         ]
 
-        def again(qkv: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def recompute(qkv: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             q_norm, k_norm = weights or (None, None)
             angles = (cos.to(qkv.dtype), sin.to(qkv.dtype))
             return torch_ops.rotated_qkv(qkv, heads, kv_heads, dim, q_norm, k_norm, eps, *angles)
 
         needed = [ctx.needs_input_grad[3], *ctx.needs_input_grad[5:]]
-        d_qkv, *d_norms = differentiate(again, [qkv, *values], needed, (d_q, d_kv[0], d_kv[1]))
+        d_qkv, *d_norms = differentiate(recompute, [qkv, *values], needed, (d_q, d_kv[0], d_kv[1]))
         before = None
-        if ctx.needs_input_grad[4]:  # entries of an earlier call
+        if ctx.needs_input_grad[4]:  # the cache has entries of an earlier call
             before = d_cache.clone()
             before.view(-1, dim)[rows] = 0
         d_qkv = None if d_qkv is None else d_qkv.to(qkv.dtype)
@@ -270,7 +272,7 @@ def _rotate(
     cache: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """Run the op ``qkv_rope_cache`` with gradients. ``cache`` becomes a result of the op."""
+    """Run the op ``qkv_rope_cache`` with gradients. Autograd treats ``cache`` as a result of the op."""
     weights = [one for one in (q_weight, k_weight) if one is not None]
     owners = [masters.of(one) for one in weights]
     norms = [one if owner is None else owner.value for one, owner in zip(weights, owners, strict=True)]
@@ -283,55 +285,60 @@ def _rotate(
 
 
 def _experts(
-    masters: Masters, engine: Implementation, parts: Implementation, x: Tensor, ids: Tensor | None, held: Held
+    masters: Masters,
+    engine: Implementation,
+    parts: Implementation,
+    x: Tensor,
+    ids: Tensor | None,
+    trained: PackedWeights,
 ) -> Tensor:
-    """Run the op ``moe`` with gradients for x [T, hidden] and the weights of ``held``."""
-    packed = held.packed
-    weights = held.weights
+    """Run the op ``moe`` with gradients for x [T, hidden] and the weights of ``trained``."""
+    packed = trained.packed
+    weights = trained.weights
     assert weights is not None
     with torch.no_grad():
-        # The backward pass uses the experts of the forward pass. Its own router could fall on the other side
-        # of a tie.
+        # The backward pass uses the experts of the forward pass: recomputed scores may break ties
+        # differently.
         chosen = rank_experts(parts.run()).route(x, ids, packed)[0]
-    names = list(held.of_experts)
+    names = list(trained.of_experts)
     alpha = weights.gate.alpha
     gated = functools.partial(_swiglu, alpha=alpha) if alpha else torch_ops.gated
     fixed = replace(weights, table=chosen, gate=weights.gate._replace(alpha=0.0))
 
-    def again(x: Tensor, *values: Tensor) -> Tensor:
+    def recompute(x: Tensor, *values: Tensor) -> Tensor:
         changes: dict[str, Any] = dict(zip(names, values, strict=True))
         own = replace(fixed, **changes)
         product = functools.partial(_product, own.rule, own.router)
         pieces = Pieces(product, torch_ops.linear, gated, functools.partial(by_expert, gated=gated))
         return block(x, torch.arange(len(x), device=x.device), own, pieces)
 
-    owners = [held.of_experts[name] for name in names]
+    owners = [trained.of_experts[name] for name in names]
     inputs = [owner.value for owner in owners]
     call = functools.partial(engine.run, x, ids, packed)
-    made: Tensor = _Recorded.apply(call, again, [None, *owners], x, *inputs)
+    made: Tensor = _Recorded.apply(call, recompute, [None, *owners], x, *inputs)
     return made
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingBuild(Build):
-    """A build whose ops have gradients. Weights stay those of ``masters``."""
+    """A build with differentiable ops. The weights follow ``masters``."""
 
     masters: Masters
 
     def op(self, name: str, *, wide: bool = False) -> Implementation:
-        """Return the engine's implementation of ``name`` with gradients. An op without a rule raises
+        """Return the engine's implementation of ``name`` with gradients. An op without a gradient raises
         ConfigError in the first forward pass."""
-        # A norm with gradients adds no terms.
+        # The reference norms take no extra terms.
         engine = replace(super().op(name, wide=wide), terms=None)
         masters = self.masters
         if name in _PLAIN:
-            again = _AGAIN.get(name) or reference(name, self.device).run
+            recompute = _RECOMPUTE.get(name) or reference(name, self.device).run
             overwrites = name in _OVERWRITES
 
             def run(*args: Any, **keywords: Any) -> Any:
                 forward = functools.partial(engine.run, **keywords)
                 return run_recorded(
-                    masters, forward, functools.partial(again, **keywords), *args, overwrites=overwrites
+                    masters, forward, functools.partial(recompute, **keywords), *args, overwrites=overwrites
                 )
 
             pack = self._matrix(engine) if name in ("linear", "gated_linear") else engine.pack
@@ -345,20 +352,20 @@ class RecordingBuild(Build):
             return replace(engine, run=run_experts, pack=pack, pack_codes=None, apart=False)
         return replace(engine, run=functools.partial(_refuse, name), pack_codes=None)
 
-    def _matrix(self, engine: Implementation) -> Callable[..., Held]:
-        def pack(plain: Tensor) -> Held:
+    def _matrix(self, engine: Implementation) -> Callable[..., PackedWeights]:
+        def pack(plain: Tensor) -> PackedWeights:
             master = self.masters.of(plain)
             assert master is not None
             make = (lambda: master.plain) if engine.pack is None else (lambda: engine.pack(master.plain.data))
-            return Held(self.masters, make, master=master)
+            return PackedWeights(self.masters, make, master=master)
 
         return pack
 
-    def _routed(self, parts: Implementation, weights: Routed) -> Held:
+    def _routed(self, parts: Implementation, weights: Routed) -> PackedWeights:
         found = {name: self.masters.of(getattr(weights, name)) for name in _OF_EXPERTS}
         own = {name: master for name, master in found.items() if master is not None}
         make = (lambda: weights) if parts.pack is None else (lambda: parts.pack(weights))
-        return Held(self.masters, make, of_experts=own, weights=weights)
+        return PackedWeights(self.masters, make, of_experts=own, weights=weights)
 
 
 def _refuse(name: str, *args: Any, **keywords: Any) -> Any:

@@ -64,15 +64,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if self.eval_every < 0:
             raise ConfigError("--eval-every must be at least 0", param="eval_every")
         if self.group < 2:
-            raise ConfigError("--group must be at least 2: advantages compare answers", param="group")
+            raise ConfigError(
+                "--group must be at least 2: advantages compare the answers of a group", param="group"
+            )
         if self.minibatches > self.prompts * self.group:
             raise ConfigError(
                 "--minibatches exceeds the answers of a step, --prompts times --group", param="minibatches"
             )
 
     @property
-    def kept(self) -> dict[str, Any]:
-        """Settings that must not change when a run is resumed."""
+    def fixed(self) -> dict[str, Any]:
+        """Settings that a resumed run must not change."""
         free = ("steps", "eval_every", "eval_problems", "save_every")
         return {name: value for name, value in msgspec.to_builtins(self).items() if name not in free}
 
@@ -86,7 +88,7 @@ class Run:
         self._llm, self._settings, self._out = llm, settings, out
         self._task = TASKS.get(settings.reward)()
         self._source = Path(llm.config.model_path)
-        self._about = {"model": llm.config.served_names[0], "dtype": llm.config.dtype, **settings.kept}
+        self._about = {"model": llm.config.served_names[0], "dtype": llm.config.dtype, **settings.fixed}
         self.policy = Policy(llm.config)
         if not llm.deterministic:
             log.warning("rollouts depend on the batch, so the KL is not exactly 0: add --deterministic")
@@ -101,7 +103,7 @@ class Run:
             last = checkpoints.latest(out)
             if last is not None:
                 self.step = checkpoints.restore(last, self.policy, self._optimizer, self._about)
-                self._send()
+                self._update_engine()
             self._log.cut(self.step)
             if self.step:
                 log.info("%s: %d of %d steps are done", last, self.step, settings.steps)
@@ -110,8 +112,7 @@ class Run:
             raise
 
     def steps(self) -> Iterator[dict[str, Any]]:
-        """Run the steps that are left. Yield the log line of each step. Then the folder is free for another
-        run."""
+        """Run the remaining steps and yield the log line of each step. Afterwards the folder is unlocked."""
         settings = self._settings
         questions = self._task.training(settings.seed)
         questions = itertools.islice(questions, self.step * settings.prompts, None)
@@ -140,7 +141,7 @@ class Run:
         )
         trained = time.monotonic()
         self.step += 1
-        self._send()
+        self._update_engine()
         line = {"step": self.step, **_numbers(rollouts, made)}
         line["seconds"] = {
             "rollout": round(rolled - began, 3),
@@ -152,7 +153,7 @@ class Run:
         return line
 
     def _rollouts(self, questions: list[Question]) -> list[Rollout]:
-        """Sample a group of answers for each question. Raises the errors of ``_ask`` and ``_reward``."""
+        """Sample a group of answers for each question. Raises the errors of ``_generate`` and ``_reward``."""
         settings = self._settings
         first = (settings.seed << 32) + self.step * settings.prompts
         params = [
@@ -165,7 +166,7 @@ class Run:
             for number in range(len(questions))
         ]
         made = []
-        for question, request in zip(questions, self._ask(questions, params), strict=True):
+        for question, request in zip(questions, self._generate(questions, params), strict=True):
             group = []
             for one in request.outputs:
                 assert one.logprobs is not None
@@ -186,15 +187,15 @@ class Run:
         """Return the mean reward of greedy answers to the test set."""
         questions = self._task.test(self._settings.eval_problems)
         greedy = SamplingParams(temperature=0.0, max_tokens=self._settings.max_tokens)
-        answers = self._ask(questions, [greedy] * len(questions))
+        answers = self._generate(questions, [greedy] * len(questions))
         return statistics.fmean(
             self._reward(question, one.outputs[0].text)
             for question, one in zip(questions, answers, strict=True)
         )
 
-    def _ask(self, questions: list[Question], params: list[SamplingParams]) -> list[Any]:
+    def _generate(self, questions: list[Question], params: list[SamplingParams]) -> list[Any]:
         """Return the answers of the engine. Raises EngineDead if an answer fails, and ConfigError for a
-        question without room for its answer."""
+        question that leaves no tokens for an answer."""
         chats = [[{"role": "user", "content": question.text}] for question in questions]
         try:
             answers = self._llm.chat(chats, params, use_tqdm=False)
@@ -209,18 +210,19 @@ class Run:
         return answers
 
     def _reward(self, question: Question, answer: str) -> float:
-        """Return the reward of an answer. Raises EngineDead for a task that raises or returns no number."""
+        """Return the reward of an answer. Raises EngineDead if the task raises or returns no finite
+        number."""
         name = self._settings.reward
         try:
             reward = float(self._task.reward(question, answer))
         except Exception as error:
             raise EngineDead(f"the reward {name} raised {type(error).__name__}: {error}") from error
         if not math.isfinite(reward):
-            raise EngineDead(f"the reward {name} returned {reward}: a reward is a finite number")
+            raise EngineDead(f"the reward {name} returned {reward}, not a finite number")
         return reward
 
-    def _send(self) -> None:
-        """Give the weights of the policy to the engine."""
+    def _update_engine(self) -> None:
+        """Load the weights of the policy into the engine."""
         self._llm.update_weights(self.policy.tensors(), version=f"step-{self.step}")
 
     def _save(self) -> None:
@@ -228,7 +230,7 @@ class Run:
 
 
 def _numbers(rollouts: list[Rollout], made: Update) -> dict[str, Any]:
-    """Return the numbers of a step for the log."""
+    """Return the statistics of a step for the log."""
     lengths = [len(one.answer) for one in rollouts]
     mismatch = made.mismatch
     assert mismatch is not None

@@ -1,1 +1,1 @@
-"""The data types exchanged by packages: sampling parameters, plans, results, messages. No torch."""
+"""Data types that packages exchange: sampling parameters, plans, results and messages. No torch."""

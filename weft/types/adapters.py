@@ -3,13 +3,13 @@
     API server                                engine process
       │ LoadAdapter ───────────────────────────► │   reads the folder on every rank
       │ ◄─────────────── AdapterChanged(loaded) │   or with ``error``
-      │ Submit(adapter=digest) ────────────────► │   an unknown digest fails that request alone
+      │ Submit(adapter=digest) ────────────────► │   an unknown digest fails only its request
       │ DropAdapter ───────────────────────────► │   running requests end with the adapter
       │ ◄────────────────────── AdapterChanged │
 
-An adapter is named by its digest (``weft.config.adapters``), so two contents never share a name. The names
-that clients use belong to the API server. An API server sends these messages only to an engine process with
-``Welcome.max_loras`` above 0.
+The digest of its content names an adapter (``weft.config.adapters``), so two contents never share a name.
+Only the API server knows the names that clients use. An API server sends these messages only to an engine
+process with ``Welcome.max_loras`` above 0.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     folder: str
     """Absolute path, on the hosts of the engine process and of all its ranks."""
     pinned: bool = False
-    """True if the adapter keeps its place in the pool after the last request."""
+    """True if the adapter stays in the pool after its last request."""
 
 
 class DropAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """API server to engine: accept no further request for the adapter. Answered by ``AdapterChanged``.
 
-    Requests that were accepted before end as started. The memory is free after the last of them.
+    Requests accepted earlier finish with the adapter. Afterwards the memory is freed.
     """
 
     digest: str

@@ -5,24 +5,19 @@ from __future__ import annotations
 import msgspec
 
 FORMS = ("reduce", "low-latency", "gather", "throughput")
-"""Forms of dispatch. If the replicas vote for different forms of one step, the form later in the tuple
-wins.
-"""
-
+"""Forms of dispatch. If replicas vote for different forms of a step, the form later in the tuple is used."""
 
 PADS = (1, 2, 4, *range(8, 65, 8))
-"""Agreed sizes of replicas, in place of the exact maximum of tokens, up to the largest size."""
+"""Padded numbers of tokens per replica. Few different sizes occur, so that steps can be captured."""
 
 
 def padded(tokens: int) -> int:
-    """Return the smallest of ``PADS`` not below ``tokens``, or ``tokens`` above the largest. Few different
-    sizes occur, so steps can be captured.
-    """
+    """Return the smallest of ``PADS`` that is at least ``tokens``; ``tokens`` itself above the largest."""
     return next((pad for pad in PADS if pad >= tokens), tokens)
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """The exchange of one step's rows. Values without an agreement are exchanged together with the rows."""
+    """The exchange of one step's rows. Without an agreement, ranks exchange the values with the rows."""
 
     form: str = ""
     """One of ``FORMS``; empty for the ranks' own rule, which is the same on all ranks."""

@@ -1,4 +1,4 @@
-"""Faults planted in ranks by tests, as data. There is no flag for faults."""
+"""Faults that tests inject into ranks. No flag sets faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Deed: TypeAlias = Literal["kill", "stop", "raise"]
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fault of ``rank``. Happens once, after the rank has been in ``phase`` ``after`` times.
+    """A fault of ``rank``. Happens once, after ``after`` visits of ``phase``.
 
     With ``needs``, only visits of the phase after the file ``needs`` exists count.
     """

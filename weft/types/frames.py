@@ -7,7 +7,7 @@ each.
      │ Loaded ────────────────► │   weights are loaded, and how many blocks fit
      │ ◄───────────────── Pools │   as many blocks as fit on every rank
      │ Ready ─────────────────► │   caches are allocated
-     │ ◄──────────────── Form   │   an epoch: meet at this store, all slots are empty
+     │ ◄──────────────── Form   │   an epoch: connect through this store, all slots are empty
      │ Formed ────────────────► │
      │ ◄─────────── StepFrame   │   one per step (then LateMasks, where rows are constrained)
      │ StepOutcome|RankFailed ► │
@@ -40,17 +40,15 @@ from weft.types.weights import StageWeights, WeightsReport, WeightsToRank, Weigh
 
 VERSION = 1
 """Version of the frame protocol. A rank with another version is rejected with an error naming both
-versions.
-"""
+versions."""
 
 Cache: TypeAlias = Literal["kv", "embeddings"]
 """The data of a transfer: KV caches of sequences, or embeddings of images. A rank has separate transfers for
-each.
-"""
+each."""
 
 
 class FrameError(EngineDead):
-    """Bytes that are no frame, or an invalid frame."""
+    """Bytes that are not a valid frame."""
 
 
 class VersionMismatch(FrameError):
@@ -63,8 +61,7 @@ class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 class RankHello(_Frame, frozen=True, kw_only=True):
     """Rank to engine, the first frame. Repeated until the engine process answers, and sent again to a
-    replacement engine.
-    """
+    replacement engine."""
 
     version: int
     release: str
@@ -72,24 +69,21 @@ class RankHello(_Frame, frozen=True, kw_only=True):
     rank: int
     pid: int
     epoch: int
-    """The last epoch of the process, under any engine process; -1 for none."""
+    """The last epoch of this rank process, with any engine process; -1 for none."""
     settings: dict[str, str]
     """Name and value of every setting with an effect on wire, shapes or collectives."""
 
 
 class RankWelcome(_Frame, frozen=True, kw_only=True):
     """Engine to rank: the rank belongs to the group. The rank then loads the weights, unless already
-    loaded.
-    """
+    loaded."""
 
     heartbeats: str
     """Address of the connection for ``RankHeartbeat``; empty if there is none."""
     incarnation: str
-    """Random id of the engine's process. A rank distinguishes an engine process from a replacement by
-    the id.
-    """
+    """Random id of the engine process, which differs for a replacement process."""
     updates: tuple[WeightsUpdate, ...] = ()
-    """New weights since the start, for a rank that loads the weights of the start."""
+    """Updates since the initial weights, for a rank that loads the initial weights."""
 
 
 class RankRefused(_Frame, frozen=True, kw_only=True):
@@ -104,8 +98,7 @@ class Loaded(_Frame, frozen=True, kw_only=True):
     rank: int
     blocks: tuple[int, ...]
     """For each pool, the number of blocks that fit into the rank's memory: as configured, or as measured on
-    the device.
-    """
+    the device."""
 
 
 class Pools(_Frame, frozen=True, kw_only=True):
@@ -125,7 +118,7 @@ class Ready(_Frame, frozen=True, kw_only=True):
 
 
 class Form(_Frame, frozen=True, kw_only=True):
-    """Engine to rank: epoch ``epoch`` begins. All slots are empty; ranks meet at ``store``."""
+    """Engine to rank: epoch ``epoch`` begins. All slots are empty. Ranks connect through ``store``."""
 
     epoch: int
     store: str
@@ -175,8 +168,7 @@ class StepOutcome(_Frame, frozen=True, kw_only=True):
 
 class RankFailed(_Frame, frozen=True, kw_only=True):
     """Rank to engine: a step, or the formation of an epoch, failed on the rank. The rank has ended all
-    communicators and waits for the next epoch.
-    """
+    communicators and waits for the next epoch."""
 
     rank: int
     epoch: int
@@ -251,18 +243,16 @@ class RankHeartbeat(_Frame, frozen=True, kw_only=True):
     """The last step completed by the sender."""
     incarnation: str
     """Incarnation of the engine process: the sender if the sender is an engine, else the engine of the
-    rank.
-    """
+    rank."""
     aborted: int = -1
     """Set by an engine process: the last ended epoch. A rank waiting in a collective of the epoch stops
-    waiting.
-    """
+    waiting."""
     peer: bytes = b""
     """Set by a rank: the name of the rank's control connection, which identifies the rank process."""
     given_up: bool = False
     """Set by an engine process: the engine has replaced the rank process that sent ``peer``. The rank must
-    say hello again over a new control connection. ``RankRefused`` carries the same news, but a broken
-    connection loses the frame.
+    send RankHello again over a new control connection. ``RankRefused`` says the same, but a broken connection
+    loses that frame.
     """
 
 
@@ -304,7 +294,7 @@ MAX_FRAME = max(MOST_BYTES.values())
 def _pack(value: Any) -> bytes:
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value, dtype="<i4").tobytes()
-    raise NotImplementedError(f"{type(value).__name__} is not in any frame")
+    raise NotImplementedError(f"{type(value).__name__} cannot be in a frame")
 
 
 def _unpack(kind: type, value: Any) -> Any:
@@ -341,7 +331,7 @@ def decode_to_rank(data: bytes) -> ToRank:
     frame = _decode(_to_rank, data)
     if isinstance(frame, StepFrame):
         if frame.version != VERSION:
-            raise VersionMismatch(_unequal("the engine", frame.version, "this rank"))
+            raise VersionMismatch(_version_error("the engine", frame.version, "this rank"))
         for segment in (frame.plan.prefill, frame.plan.decode):
             _check_segment(segment)
     return frame
@@ -349,19 +339,18 @@ def decode_to_rank(data: bytes) -> ToRank:
 
 def decode_to_engine(data: bytes) -> ToEngine:
     """Parse a frame of a rank. Raises FrameError. For a hello of another version, VersionMismatch names both
-    versions.
-    """
+    versions."""
     try:
         frame = _decode(_to_engine, data)
     except FrameError:
         # A hello of another version may have unknown fields. The version explains the error better.
-        theirs = _version_of_hello(data)
-        if theirs is not None and theirs != VERSION:
-            raise VersionMismatch(_unequal("the rank", theirs, "this engine")) from None
+        version = _version_of_hello(data)
+        if version is not None and version != VERSION:
+            raise VersionMismatch(_version_error("the rank", version, "this engine")) from None
         raise
     if isinstance(frame, RankHello) and frame.version != VERSION:
         raise VersionMismatch(
-            _unequal(f"rank {frame.rank} (weft {frame.release})", frame.version, "this engine")
+            _version_error(f"rank {frame.rank} (weft {frame.release})", frame.version, "this engine")
         )
     return frame
 
@@ -403,5 +392,5 @@ def _version_of_hello(data: bytes) -> int | None:
     return version if isinstance(version, int) else None
 
 
-def _unequal(who: str, theirs: int, here: str) -> str:
-    return f"{who} speaks version {theirs} of the group protocol, {here} version {VERSION}"
+def _version_error(sender: str, version: int, receiver: str) -> str:
+    return f"{sender} speaks version {version} of the group protocol, {receiver} version {VERSION}"

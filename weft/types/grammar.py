@@ -1,12 +1,12 @@
-"""Grammars as data: the constraint on the output of a sequence, from the first token to the last.
+"""Grammars as data: constraints on the whole output of a sequence.
 
 An API server builds one ``Grammar`` for the whole output, reasoning included, and sends the grammar with a
 Submit. An engine process compiles the grammar (``weft.grammar``) and masks every sampled token. A grammar
-names text, not tokens. Where a ``Text`` spells an added token of the tokenizer (``<tool_call>``), the added
-token is meant.
+names text, not tokens. If a ``Text`` spells an added token of the tokenizer (``<tool_call>``), the output
+must have the added token.
 
-    Sequence(FreeText(ends=("</think>",)), Text("\\n\\n"), JsonSchema(...))     reasoning, then an object
-    Triggered(trigger="<tool_call>", parts=(...))                             prose with calls
+    GrammarSequence((FreeText(ends=("</think>",)), JsonSchema(schema="...")))     reasoning, then an object
+    Triggered(trigger="<tool_call>", parts=(...,))                                text with tool calls
 
 Grammars are small trees: ``MAX_DEPTH`` levels, ``MAX_PARTS`` nodes, ``MAX_SOURCE`` characters of schemas and
 patterns.
@@ -44,13 +44,13 @@ class FreeText(_GrammarPart, frozen=True, kw_only=True):
 class JsonSchema(_GrammarPart, frozen=True, kw_only=True):
     """A JSON value valid under ``schema``, without surrounding white space.
 
-    ``schema`` is JSON text, an object or true. Keywords beyond the backend's abilities are rejected, never
+    ``schema`` is JSON text, an object or true. Keywords that the backend cannot enforce are rejected, never
     ignored.
     """
 
     schema: str
     compact: bool = False
-    """Allow no white space inside the value except one blank after ``,`` and ``:``."""
+    """True to allow no white space inside the value, except one blank after ``,`` and ``:``."""
 
 
 class Regex(_GrammarPart, frozen=True):

@@ -1,6 +1,5 @@
-"""The first messages of a connection between releases: the identity of an engine process, and texts for
-refusals. See docs/adr/0036-releases-that-meet.md.
-"""
+"""The handshake between releases: the identity of an engine process, and the texts of refusals. See
+docs/adr/0036-releases-that-meet.md."""
 
 from __future__ import annotations
 
@@ -20,9 +19,8 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Name of the served model."""
     start: int
-    """Number that the owner of the process gave to the start. For an engine in a directory: the incarnation
-    of the record. 0 if unknown.
-    """
+    """Number of the start, set by the owner of the process. For an engine in a directory: the incarnation of
+    the record. 0 if unknown."""
 
     def is_same(self, other: EngineIdentity) -> bool:
         """Return True if both identities may be of one process."""
@@ -33,12 +31,12 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
         return f"engine {self.name} of model {self.model} (process {self.start:x})"
 
 
-def why_another(wanted: EngineIdentity, found: EngineIdentity) -> str:
-    """Return the error text for a connection that should reach ``wanted`` and reached ``found``."""
+def wrong_engine_text(wanted: EngineIdentity, found: EngineIdentity) -> str:
+    """Return the error text of a connection to ``found`` instead of ``wanted``."""
     return f"another engine answers at the address: {found} instead of {wanted}"
 
 
-def why_apart(engine: tuple[int, int], server: tuple[int, int], here: str) -> str:
+def no_common_version_text(engine: tuple[int, int], server: tuple[int, int], here: str) -> str:
     """Return the error text for an engine and an API server without a common version.
 
     ``engine``, ``server``: [oldest, newest] version of each. ``here``: "engine" or "API server", the side of

@@ -1,4 +1,4 @@
-"""The layout of a model over ranks, as numbers without communicators."""
+"""The layout of a model over ranks."""
 
 from __future__ import annotations
 

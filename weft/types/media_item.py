@@ -20,22 +20,19 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
 
     key: bytes
     """16-byte key, computed by the media worker from the pixels, the shape, the processing and the request's
-    salt. Prefix caches and embedding caches identify the image by the key.
-    """
+    salt. Prefix caches and embedding caches identify the image by the key."""
     start: int
     """Position of the first placeholder token in the prompt."""
     count: int
     """Number of placeholder tokens, and of rows of the embedding."""
     grid: tuple[int, int, int]
     """Frame groups, rows and columns of patches, before neighbours are merged. Where the tower averages the
-    frames of an item: frames, rows and columns.
-    """
+    frames of an item: frames, rows and columns."""
     pixels: bytes = b""
     """uint8 [frames, height, width, 3]. On the wire an attachment of the message."""
     shared: SharedName | None = None
     """Name of shared memory on the local host with the pixels, valid while the sender of the message keeps
-    the pixels. On the wire the name replaces the pixels. In memory both may be present.
-    """
+    the pixels. On the wire the name replaces the pixels. In memory both may be present."""
     transfer: TransferParameters | None = None
     """Transfer parameters of the embedding, if another group encodes the image."""
     lag: int | None = None
@@ -53,7 +50,7 @@ def without_pixels(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
 def items_within(media: Sequence[MediaItem], start: int, end: int) -> Iterator[MediaItem]:
     """Yield the items with positions among ``start`` .. end - 1, in order.
 
-    ``media`` is in order and without overlap. The cost is that of the items found, and of a binary search.
+    ``media`` is in order and without overlap. Cost: a binary search, plus the items found.
     """
     at = bisect_right(media, start, key=lambda item: item.start + item.count)
     while at < len(media) and (item := media[at]).start < end:
@@ -97,7 +94,7 @@ def rope_positions(spans: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return the frame, row and column rope position of each token: int64 [3, T].
 
     spans: int32 [items, 6] from ``spans_of``. positions: int64 [T], any positions of one sequence. A text
-    token has three equal numbers. The function is the definition, for tests. Steps compute the same on the
+    token has three equal numbers. This function is the reference for tests. Steps compute the same on the
     device (``EmbeddingSpans.rope_positions`` in ``weft/runner/images/image_store.py``). Source: Qwen2-VL,
     arXiv 2409.12191, section 2.1. The groups of a video are separate items (Qwen3-VL), or share their rope
     positions (``MediaItem.lag``).

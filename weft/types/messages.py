@@ -1,13 +1,11 @@
-"""The protocol between an API server and an engine process: one typed, tagged message class each, msgpack on
-the wire.
+"""The protocol between an API server and an engine process: tagged msgspec structs, sent as msgpack.
 
-Unknown fields, unknown tags and frames over ``MAX_FRAME`` are rejected. Ids are u64 numbers, generated inside
-Weft and never taken from a client. An API server may send anything, so an engine process validates before
-acting.
+Unknown fields, unknown tags and frames over ``MAX_FRAME`` are rejected. Ids are u64 numbers that Weft
+generates, never numbers of a client. An engine process validates every message before acting.
 
-Pixels of a Submit are raw frames after the message, to avoid copies of megabytes. There is one frame for each
-image of ``Submit.media``, in order, or no frame at all. For an engine process on the same host, an image may
-be sent as the name of shared memory. Then the frame of the image is empty.
+Pixels of a Submit are raw frames after the message, to avoid copies of megabytes: one frame for each image of
+``Submit.media``, in order, or no frame at all. An engine process on the same host may get the name of shared
+memory instead. The frame of such an image is empty.
 """
 
 from __future__ import annotations
@@ -51,9 +49,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Counts of numbers between bounds, and the sum. Empty before the first number."""
 
     counts: tuple[int, ...] = ()
-    """One count for each bound (numbers up to the bound and above the bound before), and one for larger
-    numbers.
-    """
+    """One count for each bound (numbers in (previous bound, bound]), and one for larger numbers."""
     total: float = 0.0
 
     def add(self, bounds: tuple[float, ...], value: float) -> Measures:
@@ -79,13 +75,10 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 VERSION = 7
-"""The newest version of these messages. Version 2 added ``Hello.engine``, ``Welcome.engine`` and
-``TransferStats.sent``, version 3 ``Submit.payer``, version 4 ``Submit.routes`` and ``Submit.forced``,
-version 5 ``FreeMemory``, version 6 ``JoinTrainer``, ``ReceiveWeights`` and reports of changed weights to
-every API server, version 7 ``MediaItem.lag`` and grids that
-count averaged frames."""
+"""The newest version of these messages. The constants with ``SINCE`` list the changes, also in ``handshake``
+and ``versions``."""
 OLDEST = 1
-"""The oldest version understood. A sender uses only the fields of the newest common version."""
+"""The oldest supported version. A sender uses only the fields of the newest common version."""
 SENT_SINCE = 2
 """Version that added ``TransferStats.sent``."""
 TIER_SINCE = 3
@@ -93,7 +86,7 @@ TIER_SINCE = 3
 ROUTES_SINCE = 4
 """Version that added ``Submit.routes``, ``Submit.forced`` and ``TierStats.levels``."""
 REPORTS_SINCE = 6
-"""Version since which each API server gets a ``WeightsChanged`` when another changes the weights."""
+"""Version from which every API server gets ``WeightsChanged`` after a change by another API server."""
 SLEEP_SINCE = 5
 """Version that added ``FreeMemory``."""
 RECEIVE_SINCE = 6
@@ -113,18 +106,20 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 
 
 class Hello(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=False):
-    """API server to engine, the first message. Unknown fields are ignored, so any release reads versions."""
+    """API server to engine, the first message. Unknown fields are ignored, so that every release can read
+    ``versions``."""
 
     versions: tuple[int, int]
     """[oldest, newest]. Both ends use the newest common version."""
     front: str
     quiet: bool = False
-    """Send heartbeats only while the API server has sequences here, and one as answer to this message."""
+    """True: send one heartbeat as answer, and further heartbeats only while the API server has sequences at
+    the engine."""
     engine: EngineIdentity | None = None
-    """The wanted engine process; another process refuses. Only for a peer known to speak version 2."""
+    """The wanted engine process. Another process refuses. Only for a peer of version 2 or later."""
     pause: str | None = None
     """State of the pause at the API server (``PauseState.text``), "" before the first pause; None for an API
-    server that shares no pause through engines. Only for a peer known to speak version 2."""
+    server that shares no pause through engines. Only for a peer of version 2 or later."""
 
 
 class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=False):
@@ -145,8 +140,7 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     role: Role = "unified"
     fingerprint: str = ""
     """Fingerprint of model, weights, dtypes and cache layout. Engine processes with different fingerprints
-    are never paired. "" for an engine process without KV transfers.
-    """
+    are never paired. "" for an engine process without KV transfers."""
     transfer_address: str = ""
     """Address for messages of KV transfers; "" for an engine process without KV transfers."""
     tower: bool = False
@@ -155,16 +149,15 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     """Address for messages of embedding transfers; "" for an engine process without embedding transfers."""
     tower_fingerprint: str = ""
     """Fingerprint of the image encoder: tower, weights, dtype. Embeddings move only between engine processes
-    with equal fingerprints.
-    """
+    with equal fingerprints."""
     probe: SharedName | None = None
     """Name of shared memory. An API server that can open it may publish pixels (``MediaItem.shared``)."""
     engine: EngineIdentity | None = None
-    """Identity of the engine process. Only in version 2."""
+    """Identity of the engine process. Since version 2."""
     max_loras: int = 0
-    """Places for LoRA adapters. 0: the engine process takes no messages about adapters."""
+    """Places for LoRA adapters. 0: the engine process accepts no messages about adapters."""
     weights: int = -1
-    """Version of the weights in use. -1: the engine process takes no messages about weights."""
+    """Version of the weights in use. -1: the engine process accepts no messages about weights."""
     weights_name: str | None = None
     """As ``WeightsChanged.name``."""
     ranks: int = 1
@@ -189,34 +182,30 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     prompt_ids: bytes
     """int32 [prompt], little-endian."""
     emitted_ids: bytes = b""
-    """int32 output tokens already sent to the client. Penalties, limits and stops count such tokens as
-    output.
-    """
+    """int32 output tokens already sent to the client. Counted as output by penalties, limits and stops."""
     params: TokenParams
     priority: int = 0
     salt: str = ""
     """Prefixes are shared only between sequences with equal salts."""
     owner: int = 0
     """Id of the client request, for the fair share of slots. Equal for all sequences of a request; 0 means
-    ``request``.
-    """
+    ``request``."""
     client: int = 0
-    """Number of the request's API key; 0 without keys. Keys share the slots for compiling grammars."""
+    """Number of the request's API key; 0 without keys. Keys share the grammar compile threads fairly."""
     attempt: int = 0
     """Number of the attempt at the sequence, from 0. A later attempt ends an earlier attempt."""
     transfer: TransferParameters | None = None
     """Transfer parameters, for prefill and decode on different engine processes. The Submits to both engine
-    processes are otherwise equal.
-    """
+    processes are otherwise equal."""
     trace: str = ""
     """W3C traceparent of the API server's span; "" without tracing."""
     grammar: Grammar | None = None
     """Constraint on the whole output, ``emitted_ids`` included. The engine process alone uses the grammar;
-    ranks receive masks.
-    """
+    ranks receive masks."""
     pooling: Pooling = ""
-    """Return an embedding in place of tokens: the final hidden state of the last prompt token, the mean over
-    all, or the state of the first token (cls). "classify": the numbers of ``ModelSpec.classify``.
+    """Return an embedding instead of tokens: the final hidden state of the last prompt token (last), the mean
+    over all tokens (mean), or the state of the first token (cls). "classify": the outputs of
+    ``ModelSpec.classify``.
     """
     explain: bool = False
     """Report why the prefix cache did not match more of the prompt (``TokenEvent.cache_miss``)."""
@@ -224,24 +213,20 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Images of the prompt, ordered by position, without overlap."""
     session: str = ""
     """Hash of the session; "" if unknown. Later requests of the session go to the same engine, and cached
-    blocks are retained for a while.
-    """
+    blocks are retained for a while."""
     adapter: str = ""
     """Digest of the LoRA adapter; "" for the model alone. An unknown digest fails the request."""
     payer: str = ""
-    """Hash of the API key; "" without keys. Blocks on disk count for the payer. Since version 3."""
+    """Hash of the API key; "" without keys. The owner of blocks on disk. Since version 3."""
     routes: int = -1
     """First position whose experts are reported (``TokenEvent.routes``); -1 for none. Since version 4."""
     forced: Routes | None = None
     """Experts that replace the choice of the router, from position 0 on. ``salt`` must depend on the experts,
-    because the caches do. Since version 4.
-    """
+    because the caches do. Since version 4."""
 
 
 class Finish(_Message, frozen=True, kw_only=True):
-    """API server to engine: end a sequence, because of a stop string or because the client went away.
-    Idempotent.
-    """
+    """API server to engine: end a sequence, after a stop string or a cancelled request. Idempotent."""
 
     sequence: int
 
@@ -252,20 +237,16 @@ class Drain(_Message, frozen=True, kw_only=True):
 
 class Goodbye(_Message, frozen=True, kw_only=True):
     """API server to engine: the API server leaves, and all its sequences end. The engine process keeps
-    serving other API servers.
-    """
+    serving other API servers."""
 
 
 class WatchPrefixes(_Message, frozen=True, kw_only=True):
-    """API server to engine: request the contents of the prefix cache, and later all changes. Sent again after
-    a gap.
-    """
+    """API server to engine: subscribe to the contents of the prefix cache and all changes. Sent again after a
+    gap."""
 
 
 class Profile(_Message, frozen=True, kw_only=True):
-    """API server to engine: profile the steps of the next ``seconds``; 0 ends a profile. There is no
-    answer.
-    """
+    """API server to engine: profile the steps of the next ``seconds``; 0 ends a profile. No answer."""
 
     seconds: float
 
@@ -343,18 +324,17 @@ class CacheMiss(_Message, frozen=True, kw_only=True):
     - "salt": the client sent the same prefix under another salt;
     - "computing": another sequence is computing the block now;
     - "new": no similar prompt is remembered;
-    - with a KV tier, of stored blocks that were not loaded: "slower" (computing was predicted to be
-      quicker), "loading" (the wait was over), "corrupt", "gone", "off", "lost";
-    - with a KV tier, of blocks that the tier does not have: see ``TierBook.why``, or "not_chosen"
-      (``sessions`` stores no other requests);
+    - with a KV tier, for a stored block that was not loaded: "slower" (computing was predicted to be faster),
+      "loading" (the load took too long), "corrupt", "gone", "off", "lost";
+    - with a KV tier, for a block that is not stored: see ``TierBook.why``, or "not_chosen" (the mode
+      ``sessions`` stores only blocks of sessions);
     - "disabled": nothing is remembered, or the request needs every position computed.
     """
 
     reason: str
     position: int
-    """Number of prompt tokens found in the cache. For "differs": number of equal tokens. The second number
-    can be larger, because the cache finds full blocks only.
-    """
+    """Number of prompt tokens found in the cache. For "differs": number of equal tokens, which can be larger,
+    because the cache finds only full blocks."""
     theirs: bytes = b""
     """For "differs": int32 remembered ids from ``position`` on, at most 32."""
 
@@ -366,7 +346,7 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     token_ids: tuple[int, ...] = ()
     logprobs: LogprobColumns | None = None
     prompt_logprobs: LogprobColumns | None = None
-    """Next piece, in order, for prompt tokens 1, 2, ... All pieces come before the first token."""
+    """The next piece of the logprobs of prompt tokens 1, 2, ... All pieces come before the first token."""
     num_cached: int = 0
     """Prompt tokens found in the prefix cache at the first admission of the sequence."""
     accepted: int = 0
@@ -384,12 +364,10 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     """Attempt number of the Submit."""
     position: int = -1
     """For a sequence with a transfer: number of output tokens before ``token_ids``, including the Submit's
-    ``emitted_ids``. Both engine processes report the first token. -1 if not reported.
-    """
+    ``emitted_ids``. Both engine processes report the first token. -1 if not reported."""
     embedding: bytes = b""
     """For a Submit with ``pooling``: float32 [hidden size], little-endian, not normalized; for "classify"
-    float32 [labels]. Sent with the end "stop".
-    """
+    float32 [labels]. Sent with the end "stop"."""
     cache_miss: CacheMiss | None = None
     """For a Submit with ``explain``: sent once, with ``num_cached``."""
     weights: int = 0
@@ -431,11 +409,11 @@ class TransferStats(_Message, frozen=True, kw_only=True):
     took: Measures = Measures()
     """Histogram of ``seconds`` per transfer (bounds: ``SECONDS``)."""
     exposed: Measures = Measures()
-    """Seconds at the sender from the first token until the receiver had everything."""
+    """Seconds from the first token at the sender until the receiver has all data (bounds: ``SECONDS``)."""
     sizes: Measures = Measures()
     """Bytes per completed transfer (bounds: ``BYTES``)."""
     sent: TransportCounts | UnsetType = UNSET
-    """Completed transfers of the sender by transport; unset without one. Since version 2."""
+    """Completed transfers of the sender by transport; unset without transfers. Since version 2."""
 
 
 class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -445,8 +423,7 @@ class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     mixed_steps: int = 0
     idle_steps: int = 0
     """Steps without rows, run because other replicas of the expert-parallel group had rows. Included in
-    ``steps``.
-    """
+    ``steps``."""
     running: int = 0
     """Gauge."""
     waiting: int = 0
@@ -480,9 +457,9 @@ class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Sequences ended by a grammar error."""
     row_errors: int = 0
     recoveries: int = 0
-    """Number of recoveries: ranks were lost and the group was formed again."""
+    """Number of times that the group was formed again after a loss of ranks."""
     requeued: int = 0
-    """Sequences running at a loss of ranks, and computed again."""
+    """Sequences that were running at a loss of ranks and are computed again."""
     free_blocks: tuple[int, ...] = ()
     """Gauge: free blocks of each KV cache group."""
     free_slots: int = 0
@@ -502,7 +479,7 @@ class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Images of prompts with an embedding found in the embedding cache."""
     embedding_bytes: int = 0
     embedding_host_bytes: int = 0
-    """Gauges: bytes of image embeddings on a rank, on the device (``embedding_bytes``) and in host memory."""
+    """Gauges: bytes of image embeddings of a rank on the device (``embedding_bytes``) and in host memory."""
     encode_seconds: float = 0.0
     """Seconds in which the engine's rank encoded images; on a GPU only the launch time."""
     queue_times: Measures = Measures()
@@ -525,13 +502,11 @@ class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
     """Engine to API server, sent by the step loop. A heartbeat proves progress of steps, not only a running
-    process.
-    """
+    process."""
 
     idle: bool
     """True if the engine process has no work. If False, ``stats.steps`` must have grown within
-    ``--engine-timeout``.
-    """
+    ``--engine-timeout``."""
     stats: EngineStats
 
 
@@ -541,7 +516,7 @@ PREFIX_KEY = 16
 
 class PrefixIndex(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Engine to subscribed API servers: the cached prefixes. The first message has all prefixes, each later
-    message the changes since the message before. A gap in ``number`` means a lost change.
+    message the changes since the previous message. A gap in ``number`` means a lost change.
 
     A key is the hash of the last block of a prefix (``weft.kv.hashing``). There is a key at each multiple of
     ``positions``, which is a multiple of ``Welcome.block_size``.
@@ -557,8 +532,7 @@ class PrefixIndex(_Message, frozen=True, kw_only=True, omit_defaults=True):
 
 class EngineFailed(_Message, frozen=True, kw_only=True):
     """Engine to API server: the engine process failed with ``error`` and ends. The last message; all
-    sequences have ended.
-    """
+    sequences have ended."""
 
     error: ErrorInfo
 
@@ -611,8 +585,7 @@ def encode(message: ToEngine | ToFront) -> bytes:
 
 def decode_to_engine(frame: bytes) -> ToEngine:
     """Parse a frame from an API server. Raises msgspec.DecodeError (or the subclass ValidationError) or
-    ValueError.
-    """
+    ValueError."""
     if len(frame) > MAX_FRAME:
         raise ValueError("frame over the size limit")
     return _to_engine.decode(frame)
@@ -620,8 +593,7 @@ def decode_to_engine(frame: bytes) -> ToEngine:
 
 def decode_to_front(frame: bytes) -> ToFront:
     """Parse a frame from an engine process. Raises msgspec.DecodeError (or the subclass ValidationError) or
-    ValueError.
-    """
+    ValueError."""
     if len(frame) > MAX_FRAME:
         raise ValueError("frame over the size limit")
     return _to_front.decode(frame)
@@ -643,8 +615,7 @@ MAX_ATTACHED = 1 << 30
 
 def encode_parts(message: ToEngine, by_name: bool = False) -> tuple[bytes, ...]:
     """Return the frames of the message; attached frames are not copied. ``by_name``: True if the engine
-    process can open shared memory of the local process. Raises InvalidRequest over a size limit.
-    """
+    process can open shared memory of the local process. Raises InvalidRequest over a size limit."""
     if not isinstance(message, Submit) or not any(len(item.pixels) for item in message.media):
         return (encode(message),)
     bare = []
@@ -670,11 +641,11 @@ def decode_parts(frame: bytes, attached: Sequence[bytes] = ()) -> ToEngine:
     if not attached:
         return message
     if not isinstance(message, Submit) or len(attached) != len(message.media):
-        raise ValueError("frames that belong to no image")
+        raise ValueError("the frames do not match the images")
     pairs = list(zip(message.media, attached, strict=True))
     # The pixels of an image are in one place: inline, in a frame, or in shared memory (with an empty frame).
     twice = any(item.pixels or (item.shared is not None and len(pixels)) for item, pixels in pairs)
     if twice or sum(map(len, attached)) > MAX_ATTACHED:
-        raise ValueError("pixels twice, or over the size limit")
+        raise ValueError("an image has pixels twice, or the pixels exceed the size limit")
     media = tuple(msgspec.structs.replace(item, pixels=pixels) for item, pixels in pairs)
     return msgspec.structs.replace(message, media=media)

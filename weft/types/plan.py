@@ -1,8 +1,8 @@
 """A step as data: the scheduler's plan for the runner, and the runner's result.
 
-One plan describes one forward pass of one group. Its rows are laid out ``[prefill | decode]``. Either part
-may be empty, and no code tests for an empty part. Plans and results are immutable: the columns are read-only
-numpy arrays.
+One plan describes one forward pass of one group. The rows of a plan are ``[prefill | decode]``. Either part
+may be empty, without special cases in the code. Plans and results are immutable: columns are read-only numpy
+arrays.
 
 Lengths are named by where the tokens are. With ``c = num_computed`` of a slot before the step, a row of
 ``count`` tokens computes positions ``c .. c + count - 1``, and reads the ids from ``history[slot]``:
@@ -45,10 +45,7 @@ class _SlotUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_un
 
 class AllocSlot(_SlotUpdate, frozen=True, kw_only=True):
     """Give ``slot`` to a sequence, as the ``gen``-th sequence of the slot. Writes all known ids to the
-    history and sets the lengths.
-
-    The slot must be free, or freed by an earlier op of the same plan.
-    """
+    history and sets the lengths. The slot must be free, or freed by an earlier op of the same plan."""
 
     slot: int
     gen: int
@@ -72,8 +69,7 @@ class AllocSlot(_SlotUpdate, frozen=True, kw_only=True):
     """Experts that replace the choice of the router at the positions of ``forced``."""
     spans: np.ndarray = EMPTY
     """int32 [items * 6], for models with rope sections: the image spans of the prompt, cached images
-    included, row by row as ``weft.types.media_item.spans_of`` returns the spans.
-    """
+    included, row by row as ``weft.types.media_item.spans_of`` returns the spans."""
 
 
 class FreeSlot(_SlotUpdate, frozen=True, kw_only=True):
@@ -106,9 +102,7 @@ class AppendEach(_SlotUpdate, frozen=True, kw_only=True):
     blocks: np.ndarray
 
     def without(self, slot: int) -> AppendEach | None:
-        """Return the slot update without the entry for ``slot``; self without such an entry, None if nothing
-        is left.
-        """
+        """Return the slot update without the entry for ``slot``, if any; None if no entry is left."""
         keep = self.slots != slot
         if keep.all():
             return self
@@ -133,8 +127,7 @@ class SaveState(_SlotUpdate, frozen=True, kw_only=True):
 
 class LoadState(_SlotUpdate, frozen=True, kw_only=True):
     """Copy the snapshot in ``block`` to copy 0 of the slot's state of KV cache group ``kind``, the live
-    state.
-    """
+    state."""
 
     slot: int
     kind: int
@@ -190,15 +183,14 @@ class BindMedia(_SlotUpdate, frozen=True, kw_only=True):
     count: int
     blocks: bytes
     columns: int = 0
-    """If greater than 0, a token of text stands behind every ``columns`` tokens of the image."""
+    """If greater than 0, a text token follows every ``columns`` tokens of the image."""
     whole: bool = False
     """True if no row of a step or micro-batch may end within the image."""
 
 
 class SendMedia(_SlotUpdate, frozen=True, kw_only=True):
     """Release the embedding of ``count`` rows in ``blocks`` to the transfer ``key``, after the plan's other
-    ops.
-    """
+    ops."""
 
     key: TransferKey
     blocks: bytes
@@ -230,7 +222,7 @@ class MoveMedia(_SlotUpdate, frozen=True, kw_only=True):
 
 class ReadAdapter(_SlotUpdate, frozen=True, kw_only=True):
     """Begin to read the LoRA adapter ``digest`` from ``folder``, beside the steps. ``HoldAdapter`` follows,
-    or ``ReleaseAdapter`` if the files are no adapter of the model."""
+    or ``ReleaseAdapter`` if the files are not an adapter of the model."""
 
     digest: str
     folder: str
@@ -251,7 +243,7 @@ class PlaceAdapter(_SlotUpdate, frozen=True, kw_only=True):
 
 
 class ReleaseAdapter(_SlotUpdate, frozen=True, kw_only=True):
-    """Free the host memory of the adapter ``digest``. Nothing names the adapter afterwards."""
+    """Free the host memory of the adapter ``digest``. No later op names the adapter."""
 
     digest: str
 
@@ -260,9 +252,9 @@ AdapterUpdate: TypeAlias = ReadAdapter | HoldAdapter | PlaceAdapter | ReleaseAda
 
 
 class ReplicaUpdate(_SlotUpdate, frozen=True, kw_only=True):
-    """Apply another replica's update: this rank has experts for the rows of all replicas.
+    """Apply another replica's update, because this rank has experts for the rows of all replicas.
 
-    Present in the plans of all other replicas for the step of the update.
+    In the plans of all other replicas for the step of the update.
     """
 
     replica: int
@@ -272,7 +264,7 @@ class ReplicaUpdate(_SlotUpdate, frozen=True, kw_only=True):
 class Rebalance(_SlotUpdate, frozen=True, kw_only=True):
     """Sum the load of each expert over all ranks of the expert-parallel group, and move experts accordingly.
 
-    Present in the plans of all replicas for the same step. No token depends on a rebalance.
+    In the plans of all replicas for the same step. No token depends on a rebalance.
     """
 
 
@@ -295,7 +287,9 @@ SlotUpdate: TypeAlias = (
 )
 
 
-OfNoSlot: TypeAlias = Encode | SendMedia | GatherMedia | MoveMedia | Rebalance | AdapterUpdate | ReplicaUpdate
+SlotlessUpdate: TypeAlias = (
+    Encode | SendMedia | GatherMedia | MoveMedia | Rebalance | AdapterUpdate | ReplicaUpdate
+)
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -311,8 +305,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Number of trailing positions with logits."""
     sample: np.ndarray = EMPTY
     """Number of trailing positions sampled: 0 (unfinished chunk), 1, or 1 + drafts. sample <= logits; the
-    other ``logits`` positions give prompt logprobs.
-    """
+    other ``logits`` positions give prompt logprobs."""
     next_k: np.ndarray = EMPTY
     """Number of drafts to propose after the step."""
 
@@ -352,7 +345,7 @@ class PlannedRows(Protocol):
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The agreement of an expert-parallel group's replicas on one step. A group alone has no agreement."""
+    """The agreement of an expert-parallel group's replicas on one step. A single group has no agreement."""
 
     wave: int
     """Number of the current wake period of the expert-parallel group."""
@@ -362,12 +355,9 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Upper bound of the tokens of each replica. Fewer may be left after the last attention."""
     overlap: bool = False
     """True if every replica computes the step as two micro-batches. The micro-batches of an idle replica are
-    empty.
-    """
+    empty."""
     drafts: int = 0
-    """Maximum drafts proposed by a row of any replica: the number of passes of a drafter with communicating
-    layers.
-    """
+    """Maximum drafts of a row of any replica: the number of passes of a drafter with collectives."""
     rebalance: bool = False
     """True if the plan of every replica has the update ``Rebalance``."""
     adapted: bool = False
@@ -389,9 +379,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """True if ``TokenMasks`` follow for the step, before sampling."""
     agreed: Agreement | None = None
     micro_batches: int = 1
-    """Number of micro-batches: 2 hides the communication of one behind the compute of the other. The engine
-    process decides, with its expert-parallel group, and every rank obeys. No result depends on the number.
-    """
+    """Number of micro-batches. With 2, the communication of one overlaps the compute of the other. The engine
+    process decides, with its expert-parallel group. No result depends on the number."""
 
     @property
     def rows(self) -> int:
@@ -417,11 +406,11 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ``sample``.
 
     An entry is one sampled position, numbered as the tokens of ``StepResult``. A row has ``sample`` entries.
-    So a row that verifies k drafts needs 1 + k masks, each under the assumption of correct earlier drafts.
-    The drafts are known from the result of the proposing step. Entries without a mask may sample any token.
+    A row that verifies k drafts therefore needs 1 + k masks, each for correct earlier drafts. The result of
+    the proposing step has the drafts. Entries without a mask may sample any token.
 
-    Masks depend on all earlier tokens. So the masks of a step are made while the step computes, in this
-    order:
+    Masks depend on all earlier tokens. The engine therefore makes the masks of a step while the step
+    computes:
 
         forward(N), read and commit(N - 1), masks(N), sample(N), then forward(N + 1)
 
@@ -435,29 +424,26 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def check(self, plan: StepPlan, vocab_size: int) -> None:
         """Raise EngineDead unless the masks are valid for ``plan``: entries in order and in range, words for
-        the whole vocabulary.
-        """
+        the whole vocabulary."""
         if not plan.constrained:
-            raise EngineDead(f"token masks came for step {plan.step}, which is not constrained")
+            raise EngineDead(f"token masks arrived for step {plan.step}, which is not constrained")
         entries = self.entries
         if len(entries) and not 0 <= entries[0] <= entries[-1] < plan.entries:
-            raise EngineDead(f"a token mask of step {plan.step} belongs to an entry that the step lacks")
+            raise EngineDead(f"a token mask of step {plan.step} has an entry out of range")
         if (entries[1:] <= entries[:-1]).any():
             raise EngineDead(f"the token masks of step {plan.step} are not in order")
         # Each mask has ceil(vocab_size / 32) words.
         if len(self.words) != len(entries) * -(-vocab_size // 32):
-            raise EngineDead(f"the token masks of step {plan.step} are not as wide as the vocabulary")
+            raise EngineDead(f"the token masks of step {plan.step} do not have the width of the vocabulary")
 
 
 class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
     """Logprobs of many positions: log_softmax of the raw logits, or of the logits used for sampling
     (``--logprobs-mode``).
 
-    Rows of the whole vocabulary have one id, of the position's own token, and values for this token and then
-    for each token of the vocabulary.
-
-    ``ids[i, 0]`` is the position's own token (sampled, or of the prompt). The other ids are the ``top``
-    likeliest tokens in order (logit descending, id ascending), padded with -1 if a row asked for fewer.
+    ``ids[i, 0]`` is the token of the position (sampled, or of the prompt). The other ids are the ``top``
+    likeliest tokens in order (logit descending, id ascending), padded with -1 for rows with fewer. For the
+    whole vocabulary: one id, and values for the token of the position and then for each token id.
     """
 
     offsets: np.ndarray
@@ -467,7 +453,7 @@ class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
     values: np.ndarray
     """float32 [entries, 1 + top] (float64 for a float64 model)."""
     rank: np.ndarray
-    """int32 [entries]: 1 + number of tokens ordered before the position's own token."""
+    """int32 [entries]: 1 + number of tokens ordered before the token of the position."""
 
 
 class EmbeddingRows(msgspec.Struct, frozen=True, kw_only=True):
@@ -478,11 +464,11 @@ class EmbeddingRows(msgspec.Struct, frozen=True, kw_only=True):
     values: np.ndarray
     """float32 [n, most lengths], not normalized."""
     lengths: np.ndarray
-    """int32 [n]: numbers of each row; further numbers are padding."""
+    """int32 [n]: length of each row of ``values``; the rest is padding."""
 
 
 class RouteRows(msgspec.Struct, frozen=True, kw_only=True):
-    """Routes of the rows of a step whose requests ask for routes."""
+    """Routes of the rows whose requests need routes."""
 
     rows: np.ndarray
     """int32 [n], ascending: rows of the plan."""
@@ -506,9 +492,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """int32 [rows]: drafts accepted. The first ``accepted + 1`` tokens of a sampling row are valid."""
     drafts: np.ndarray = EMPTY
     """int32: the drafts proposed after the step, ``next_k`` ids for each row of the plan. The engine process
-    retains the drafts of a constrained sequence until the verifying step commits, because the masks depend on
-    the drafts.
-    """
+    keeps the drafts of a constrained sequence until the verifying step commits, to make the masks."""
     row_error: tuple[tuple[int, ErrorInfo], ...] = ()
     """(result row, error). The last token of such a row is invalid; accepted drafts are valid."""
     logprobs: LogprobRows | None = None
@@ -516,8 +500,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: LogprobRows | None = None
     """Entries by ``logits - sample``: for token ``position + 1`` of each leading logits position."""
     all_logprobs: LogprobRows | None = None
-    """As ``logprobs``, for rows that want the whole vocabulary."""
+    """As ``logprobs``, for rows with the whole vocabulary."""
     all_prompt_logprobs: LogprobRows | None = None
-    """As ``prompt_logprobs``, for rows that want the whole vocabulary."""
+    """As ``prompt_logprobs``, for rows with the whole vocabulary."""
     embeddings: EmbeddingRows | None = None
     routes: RouteRows | None = None

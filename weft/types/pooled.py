@@ -1,4 +1,4 @@
-"""Tasks without output tokens: embeddings, scores and classes, as facts of a checkpoint."""
+"""Tasks without output tokens: embeddings, scores and classes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import msgspec
 
 
 class ClassifySpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers that a checkpoint gives for a whole prompt, and their meaning.
+    """The outputs of a classification checkpoint for a prompt.
 
-    The numbers come from the final hidden state of the last token: by the matrix ``score.weight``, or as the
+    The outputs come from the final hidden state of the last token: by the matrix ``score.weight``, or as the
     logits of chosen tokens.
     """
 
     names: tuple[str, ...]
-    """Name of each number, in order."""
+    """Name of each output, in order."""
     problem: Literal["", "regression", "single", "multi"] = ""
-    """Kind of problem: numbers as they are (regression), one of the labels (single), or any of the labels
-    (multi). "": a single number is like "multi", several numbers are like "single"."""
+    """Kind of problem: plain outputs (regression), one of the labels (single), or any of the labels (multi).
+    "": as "multi" for one output, as "single" for several outputs."""
     tokens: tuple[int, ...] = ()
     """Token ids with the logits in use; () for ``score.weight``."""
     difference: bool = False
-    """True for two tokens (no, yes) that give one number: the logit of yes minus the logit of no."""
+    """True for two tokens (no, yes) with one output: the logit of yes minus the logit of no."""
     instructed: bool = False
     """True for the prompt form of Qwen3-Reranker, with an instruction."""
 
     @property
     def labels(self) -> int:
-        """Number of numbers for each prompt."""
+        """Number of outputs for each prompt."""
         return len(self.names)
 
 
@@ -44,4 +44,4 @@ class PooledSpec(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: tuple[int, ...] = ()
     """Dimensions that the checkpoint allows besides its own."""
     refused: str = ""
-    """Reason why the checkpoint's layout gives no embeddings here; "" for none."""
+    """Reason why embeddings of the checkpoint are not supported; "" if supported."""

@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 BATCH_PRIORITY = 1_000_000
-"""Priorities from here on belong to batches. A batch sequence computes only with what online sequences leave:
-no share of the slots is kept for it, and it gives up its slot and its blocks at once."""
+"""Smallest priority of batches. A batch sequence uses only slots and blocks that online sequences leave free,
+and is preempted at once when an online sequence needs a slot or a block."""

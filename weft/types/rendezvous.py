@@ -1,8 +1,8 @@
-"""Messages and entries of the rendezvous store, in which the hosts of one group meet.
+"""Messages and entries of the rendezvous store, which connects the hosts of one group.
 
     key                 written by             value
     host/INDEX/MARK     a host that joins      settings that all hosts must share; one entry per process
-    control/REPLICA     an engine process      the address at which ranks of other hosts say hello
+    control/REPLICA     an engine process      the address for RankHello of ranks on other hosts
     lease/REPLICA       an engine process      see weft/group/meeting.py
     leaves/MARK         a host that joins      empty: the host will end, and waits for the drain
     answer/MARK         the head               empty: the host may work; else the reason why not
@@ -43,7 +43,7 @@ class Table(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     version: int
     """Counts the changes of the table."""
     entries: dict[str, bytes] | None
-    """All entries; None if the client has this version."""
+    """All entries; None if the client's version is current."""
 
 
 HOSTS, LEAVES, DRAINS = "host/", "leaves/", "drains/"

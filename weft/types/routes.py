@@ -1,4 +1,4 @@
-"""Routes: the experts that each routed layer chose for each token, as data.
+"""Routes: the experts that each routed layer chose for each token.
 
 Layers are counted over routed layers only (``MoESpec.layers``). The experts of a token are in the order of
 the router: weight descending.
@@ -66,7 +66,8 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         if ids.min() < 0 or ids.max() > np.iinfo(_IDS).max:
             raise InvalidRequest(
-                "force_routed_experts has an expert that no model has", param="force_routed_experts"
+                f"force_routed_experts has an expert outside 0 to {np.iinfo(_IDS).max}",
+                param="force_routed_experts",
             )
         return cls(start=start, layers=ids.shape[1], top_k=ids.shape[2], ids=ids.astype(_IDS).tobytes())
 
@@ -85,13 +86,14 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def check(self, shape: RouteShape | None, most: int) -> None:
         """Raise InvalidRequest unless the routes can replace the choice of a model's router.
 
-        ``shape``: of the model, None without routed experts. ``most``: the longest sequence.
+        ``shape``: routes of the model, None without routed experts. ``most``: maximum tokens of a sequence.
         """
+        # Clients send the routes, so each check protects the kernels from ids or sizes out of range.
         param = "force_routed_experts"
         if shape is None:
             raise InvalidRequest("this model has no routed experts to force", param=param)
         if self._each <= 0 or len(self.ids) % self._each:
-            raise InvalidRequest("force_routed_experts has another size than its shape", param=param)
+            raise InvalidRequest("the size of force_routed_experts does not fit its shape", param=param)
         if (self.layers, self.top_k) != (shape.layers, shape.top_k):
             raise InvalidRequest(
                 f"force_routed_experts has the shape [tokens, {self.layers}, {self.top_k}]; this model needs "
@@ -100,7 +102,7 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         if self.start or not 0 < self.positions <= most:
             raise InvalidRequest(
-                f"force_routed_experts must have routes of 1 to {most} tokens, from the first on", param=param
+                f"force_routed_experts must have routes of the first 1 to {most} tokens", param=param
             )
         ids = self.array()
         if int(ids.max()) >= shape.experts:
@@ -120,8 +122,7 @@ def check_routes(start: int, forced: Routes | None, known: int, shape: RouteShap
     """Raise InvalidRequest, with the name of the parameter, if a model cannot report or force the routes.
 
     ``start``: first reported position, -1 for none; also in the output if the sequence continues. ``known``:
-    tokens of the prompt and of the output so far. ``shape``: of the model, None without routed experts.
-    ``most``: the longest sequence.
+    tokens of the prompt and of the output so far. ``shape``, ``most``: see ``Routes.check``.
     """
     if start >= 0 and shape is None:
         raise InvalidRequest(

@@ -1,8 +1,7 @@
 """Sampling parameters: the user's settings, and the reduced form for the engine process and the runner.
 
-``SamplingParams`` is the user's side: strings, defaults, everything optional. ``TokenParams`` is the same
-request reduced to token ids, with every default resolved. ``TokenParams`` travels to an engine process and to
-a slot.
+``SamplingParams`` has the user's settings, all optional, with strings. ``TokenParams`` has the same settings
+in token ids, with resolved defaults. Engine processes and slots get ``TokenParams``.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ MAX_BAD_TOKENS = 4096
 """Maximum tokens of all bad words of one request."""
 MAX_BAD_WORD_TOKENS = 128
 """Maximum tokens of one bad word. Each step compares every bad word, padded to the longest, with the last
-tokens of every sequence.
-"""
+tokens of every sequence."""
 MAX_ID_LIST = 1024
 MAX_BIAS = 1024
 SEED_MASK = (1 << 64) - 1
@@ -61,8 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Sample among the k likeliest tokens; 0 or -1 disables the limit."""
     top_p: float = 1.0
     """Sample among the shortest prefix of tokens, by probability, with at least the given mass; 0 leaves the
-    likeliest token.
-    """
+    likeliest token."""
     min_p: float = 0.0
     """Drop tokens less likely than the given share of the likeliest token's probability."""
     frequency_penalty: float = 0.0
@@ -80,8 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: tuple[str, ...] = ()
     stop_in: StopIn = "content"
     """Scope of stop strings in outputs with several parts: content alone, or also reasoning, calls and
-    markup. Any other output is content as a whole.
-    """
+    markup. Any other output is content as a whole."""
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -89,8 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Any int64 or uint64, taken modulo 2^64; None generates a seed."""
     logprobs: int | None = None
     """Number of top alternatives to report with each sampled token; 0 reports the sampled token alone, -1 the
-    whole vocabulary.
-    """
+    whole vocabulary."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     return_routed_experts: bool = False
@@ -104,8 +99,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     def __post_init__(self) -> None:
-        """Turn lists into tuples, a single stop string into a tuple, None of a list into no entries, and
-        numbers of numpy into Python's. Raises InvalidRequest."""
+        """Convert lists, a single stop string and None for a list to tuples, and numpy numbers to Python
+        numbers. Raises InvalidRequest."""
         # A single string is one stop string, not a sequence of characters.
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
@@ -125,9 +120,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class TokenParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sampling parameters of a sequence in token ids, with defaults resolved; no text, no number of
-    choices.
-    """
+    """The sampling parameters of one sequence in token ids, with resolved defaults."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -152,7 +145,7 @@ class TokenParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return the value of the field ``name`` as a caller in Python means the value; see ``__post_init__``."""
+    """Return the normalized value of the field ``name``; see ``__post_init__``."""
     if name in _LISTS:
         if value is None and name != "allowed_token_ids":  # None allows all tokens
             return ()
@@ -165,7 +158,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _scalar(value: Any) -> Any:
-    """Return a number of numpy as Python's number; any other value unchanged."""
+    """Return a numpy number as a Python number, and any other value unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -219,7 +212,7 @@ def _check_lists(p: SamplingParams) -> None:
             _fail(name, f"must be a list of at most {most} strings")
         for text in texts:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
-                _fail(name, f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
+                _fail(name, f"must have strings of 1 to {MAX_STOP_CHARS} characters")
     if p.stop_in not in get_args(StopIn):
         _fail("stop_in", "must be content or everything")
     for name in ("stop_token_ids", "allowed_token_ids"):

@@ -22,31 +22,30 @@ Entry: TypeAlias = tuple[int, bytes]
 StoreMode: TypeAlias = Literal["sessions", "reused", "all"]
 """Which blocks a tier stores: of sessions, also of prefixes seen twice, or all."""
 
-
 LEVELS = ("host", "disk", "remote")
-"""Levels of a tier, the quickest first. A set of levels is a number: the sum of ``1 << place``."""
+"""Levels of a tier, the fastest first. A set of levels is a number: the sum of ``1 << place``."""
 HOST, DISK, REMOTE = 1, 2, 4
 EVERY = HOST | DISK | REMOTE
-"""Every level: for a rank that writes nothing of a block, because other ranks write the same bytes."""
+"""All levels: reported by a rank that need not write a block, because other ranks write the same bytes."""
 
 
 class BlockOutcome(enum.IntEnum):
-    """Result of the copy of one block. The result of a group is the least of all ranks."""
+    """Result of the copy of one block. The result of a group is the minimum over all ranks."""
 
     LOST = 0
     """The rank's process ended, or missed the command."""
     OFF = 1
     """The store is off after an I/O error."""
     CORRUPT = 2
-    """The digest was wrong: the record is dropped."""
+    """The digest was wrong, so the record was dropped."""
     GONE = 3
-    """The store has no such record any more."""
+    """The store no longer has the record."""
     SKIPPED = 4
     """No level took the block: the block is too large."""
     NO_ROOM = 5
     """The disk had no room, and no other level took the block."""
     SLOW = 6
-    """The level was behind with earlier writes, or away, and no other level took the block."""
+    """The level was busy with earlier writes or unreachable, and no other level took the block."""
     DONE = 7
 
 
@@ -104,14 +103,14 @@ def copy_of(
 
 
 class BlocksCopied(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
-    """Rank to engine: the copies of a job have ended. The rank touches none of the blocks any more."""
+    """Rank to engine: the copies of a job have ended. The rank no longer accesses the blocks."""
 
     rank: int
     job: int
     outcomes: bytes = b""
     """One ``BlockOutcome`` for each block."""
     levels: bytes = b""
-    """Of stored blocks: the set of levels that have each block."""
+    """For stored blocks: the set of levels that have each block, one byte per block."""
     nbytes: int = 0
     """Bytes copied by the rank."""
     seconds: float = 0.0
@@ -127,14 +126,13 @@ class FlushStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=Tr
 
 
 class StoredElsewhere(msgspec.Struct, frozen=True):
-    """The store has blocks with these keys, of other weights, data types, layouts or builds."""
+    """The store has blocks with these keys for other weights, dtypes, layouts or builds."""
 
     keys: frozenset[bytes]
 
 
 class StoreChanged(msgspec.Struct, frozen=True):
-    """The rank of the engine process has seen changes of a level: records of other processes, evictions,
-    expiry."""
+    """Changes of a level, reported by the engine's rank: records of other processes, evictions, expiry."""
 
     added: tuple[Entry, ...] = ()
     gone: tuple[Entry, ...] = ()
@@ -144,11 +142,10 @@ class StoreChanged(msgspec.Struct, frozen=True):
 
 
 class LevelStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Statistics of one level. Counters since the start, except gauges. Of the store: as the rank of the
-    engine process sees the store."""
+    """Statistics of one level. Counters since the start, except gauges. Measured by the engine's rank."""
 
     nbytes: int = 0
-    """Gauge: bytes in the level; of the disk all bytes in the folder."""
+    """Gauge: bytes in the level; for the disk, all bytes in the folder."""
     blocks: int = 0
     """Gauge: blocks of the model."""
     away: int = 0
@@ -169,7 +166,7 @@ class StoreState(msgspec.Struct, frozen=True):
 
     levels: dict[str, LevelStats] = {}
     off: str = ""
-    """Why the tier is off; "" while a level works."""
+    """Reason why the tier is off; "" while any level works."""
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -203,8 +200,8 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def summed_tiers(stats: Sequence[TierStats]) -> TierStats | None:
-    """Return the sums over engine processes of one folder; None without tiers. Of bytes and blocks of a
-    store, and of ``off``: the largest."""
+    """Return the sums over engine processes that share a folder; None without tiers. For the fields in
+    ``_LARGEST``: the maximum."""
     return _summed(stats) if stats else None
 
 

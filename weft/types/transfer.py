@@ -28,8 +28,7 @@ from weft.common.errors import ErrorInfo, WeftError
 
 VERSION = 1
 """Version of these messages. Engine processes of different versions are never paired: the version is part of
-the fingerprint.
-"""
+the fingerprint."""
 
 MOST_SECONDS = 600.0
 """Maximum seconds of a transfer. Ended transfers are remembered for longer."""
@@ -41,22 +40,19 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 
 class TransferMessageError(WeftError):
-    """Bytes that are no transfer message, or an invalid message."""
+    """Bytes that are not a valid transfer message."""
 
     code, blame = "bad_room_message", "peer"
 
 
 class TransferKey(NamedTuple):
     """The key of one transfer. The API server creates the key. A retry is a new attempt, with separate
-    memory.
-    """
+    memory."""
 
     transfer: U64
     attempt: U32
     incarnation: U64
-    """Number of the sending group's process, from the Welcome. A restarted sender has no part in older
-    transfers.
-    """
+    """Incarnation of the sending engine process, from the Welcome: a restarted sender has other transfers."""
 
 
 class Peer(NamedTuple):
@@ -72,14 +68,12 @@ class TransferParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     key: TransferKey
     sends: bool
     """True if the engine process prefills the sequence and sends the cache. False if the engine process
-    receives and decodes.
-    """
+    receives and decodes."""
     peer: Peer
     """The engine process at the other end, named by the address for transfer messages in the Welcome."""
     seconds: float
     """Maximum seconds of the transfer, counted from the first offer. Before the offer the sequence is in the
-    sender's queue.
-    """
+    sender's queue."""
 
 
 class Outcome(IntEnum):
@@ -164,10 +158,10 @@ class Blocks(_TransferPart, frozen=True):
 
 
 class Endpoint(_TransferPart, frozen=True):
-    """Where one rank of the receiver receives bytes: one address for each of its transports.
+    """The addresses at which one rank of the receiver receives bytes, one for each transport.
 
-    The sender's engine chooses one way (``weft.disagg.protocol.pairing``) and passes an endpoint with this
-    way alone. An engine of a release that knows one transport per endpoint refuses several by name.
+    The sender's engine chooses one transport (``weft.disagg.protocol.pairing``) and passes an endpoint with
+    only this transport. An older engine with one transport per endpoint refuses several by name.
     """
 
     transport: str
@@ -217,7 +211,7 @@ class Later(_TransferMessage, frozen=True, kw_only=True):
 
 
 class Refused(_TransferMessage, frozen=True, kw_only=True):
-    """Receiver to sender: the pair can never work; the API server must pair again. Nothing was bound."""
+    """Receiver to sender: the pair can never work. The API server must choose another pair."""
 
     error: ErrorInfo
 
@@ -242,7 +236,7 @@ class Metadata(_TransferMessage, frozen=True, kw_only=True):
 
 
 class AllReceived(_TransferMessage, frozen=True, kw_only=True):
-    """Receiver to sender: bytes and metadata are received and right. The sender may reuse the memory."""
+    """Receiver to sender: bytes and metadata are received and verified. The sender may reuse the memory."""
 
 
 class Fence(_TransferMessage, frozen=True, kw_only=True):
@@ -268,8 +262,7 @@ MAX_MESSAGE = max(MOST_BYTES.values())
 
 class TransferWanted(msgspec.Struct, frozen=True):
     """To a receiver's scheduler: the sender offers the sequence. The scheduler must reserve, postpone or
-    refuse.
-    """
+    refuse."""
 
     key: TransferKey
     offer: Admitted
@@ -277,8 +270,7 @@ class TransferWanted(msgspec.Struct, frozen=True):
 
 class TransferBound(msgspec.Struct, frozen=True):
     """To a sender's scheduler: the receiver needs positions from ``start`` on. Computed chunks may be
-    pushed.
-    """
+    pushed."""
 
     key: TransferKey
     start: int
@@ -286,8 +278,7 @@ class TransferBound(msgspec.Struct, frozen=True):
 
 class TransferReceived(msgspec.Struct, frozen=True):
     """The transfer is complete. A receiver can admit the sequence as a decode row. A sender's blocks are
-    free.
-    """
+    free."""
 
     key: TransferKey
     first: tuple[FirstToken, ...] = ()
@@ -315,8 +306,7 @@ TransferEvent = TransferWanted | TransferBound | TransferReceived | TransferFail
 
 class OfferTransfer(msgspec.Struct, frozen=True):
     """From a sender's scheduler: the sequence is admitted, and its ``num_prompt`` known ids will be
-    computed.
-    """
+    computed."""
 
     key: TransferKey
     num_prompt: int
@@ -384,8 +374,7 @@ def encode(message: TransferMessage) -> bytes:
 
 def decode(data: bytes) -> TransferMessage:
     """Parse a message of a peer. Raises TransferMessageError for anything except a valid message of the
-    current version.
-    """
+    current version."""
     if len(data) > MAX_MESSAGE:
         raise TransferMessageError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE}")
     try:

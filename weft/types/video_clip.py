@@ -1,4 +1,4 @@
-"""The frames chosen from a video file, as data."""
+"""The frames chosen from a video file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class VideoClip(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     """Name of the file among the files of the request."""
     numbers: tuple[int, ...]
-    """Numbers of the frames in the file, from 0, in ascending order. A number may stand twice."""
+    """Numbers of the frames in the file, from 0, in ascending order. Numbers may repeat."""
     fps: float
     """Chosen frames per second of the file."""
     times: tuple[float, ...]
-    """Seconds of each frame: its number divided by the frame rate of the file."""
+    """Seconds of each frame: frame number / frame rate of the file."""

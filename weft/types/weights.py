@@ -11,12 +11,12 @@
       │ JoinTrainer, ReceiveWeights ───► │   receiver processes: tensors of a trainer, into a file in shared
       │ ◄─ WeightsChanged(version) ───── │   memory, which ``StageWeights`` names later
 
-      │ FreeMemory(weights) ───────────► │ ── the same frame ────────────► │   a sleep: give memory back
+      │ FreeMemory(weights) ───────────► │ ── the same frame ────────────► │   a sleep: release memory
       │ ◄─ WeightsChanged(version) ───── │ ◄─────────── WeightsReport ──── │
 
-Nothing changes before ``UseWeights``. So weights that do not fit are refused while the old weights serve.
-``DropWeights`` forgets staged weights. Versions count from 0, the weights of the start. A process that starts
-again gets all updates since the last complete one, in order.
+Nothing changes before ``UseWeights``, so invalid weights are refused while the old weights serve.
+``DropWeights`` discards staged weights. Version 0 is the initial weights. A restarted process gets all
+updates since the last complete update, in order.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ trainer's GPU, which receivers on the same host open."""
 
 
 def prefix_name(version: int, name: str | None) -> bytes:
-    """Return the name of weights in the hashes of prefixes; b"" for the weights of the start.
+    """Return the name of weights in prefix hashes; b"" for the initial weights.
 
-    ``name``: of ``WeightsChanged``. Without one, the number of the version names the weights within the
-    present processes.
+    ``name``: ``WeightsChanged.name``. None: the version number names the weights, unique only while the
+    engine processes live.
     """
     if name is not None:
         return name.encode()
@@ -45,14 +45,14 @@ def prefix_name(version: int, name: str | None) -> bytes:
 
 
 class WeightsUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The weights of one version, as all processes can read them."""
+    """The weights of one version, in files that all processes can read."""
 
     version: int
-    """Number of the version: that of the version before plus 1."""
+    """Number of the version: the previous number plus 1."""
     files: tuple[str, ...]
     """Absolute paths of safetensors files, on the hosts of all ranks."""
     partial: bool = False
-    """True if the files hold some of the tensors only. The others stay as they are."""
+    """True if the files have only some of the tensors. The other tensors do not change."""
 
 
 class TrainerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +90,7 @@ class AnnouncedTensors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     digests: tuple[int, ...] = ()
     """CRC-32 of the bytes of each tensor; () if the trainer sends none."""
     packed: bool = False
-    """True if each broadcast has the bytes of several tensors: the next ones until their bytes exceed
+    """True if a broadcast has the bytes of several consecutive tensors, until the bytes exceed
     ``buffer_bytes``."""
     buffer_bytes: int = 1 << 30
     handles: tuple[IpcHandle, ...] = ()
@@ -101,17 +101,17 @@ class JoinTrainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """API server to engine: join the group of a trainer with one receiver for each rank."""
 
     token: str
-    """The answer has this text as digest."""
+    """Text that the answer repeats as ``digest``."""
     group: TrainerGroup
     first_rank: int
-    """Rank of the engine's first receiver. The others follow."""
+    """Rank of the engine's first receiver. Further receivers have the next ranks."""
 
 
 class ReceiveWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """API server to engine: receive tensors from the trainer into a file in shared memory."""
 
     file: str
-    """Absolute path, a name of ``weft.store.shared_files``. The answer has this text as digest."""
+    """Absolute path, a name of ``weft.store.shared_files``. The answer repeats the path as ``digest``."""
     tensors: AnnouncedTensors
 
 
@@ -128,23 +128,23 @@ class UseWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class DropWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """API server to engine, and engine to rank: forget staged and received weights. Without an answer. A
-    receiver that still waits for the trainer ends, and leaves the group."""
+    """API server to engine, and engine to rank: discard staged and received weights. No answer. A
+    receiver that still waits for the trainer leaves the group and ends."""
 
 
 class FreeMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """API server to engine, and engine to rank, with no sequence open: give the memory of the KV cache
-    back."""
+    """API server to engine, and engine to rank, with no sequence open: release the memory of the KV
+    cache."""
 
     weights: bool = False
-    """True: also give the memory of the weights back. An update must come before the next step."""
+    """True: also release the memory of the weights. An update must come before the next step."""
 
 
 class WeightsChanged(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag=True
 ):
-    """Engine to API server: the answer to every other message of an update, to the sender only. Other API
-    servers get the answer of a change."""
+    """Engine to API server: the answer to every message of an update except ``DropWeights``. Only the sender
+    gets the answer, except for a change of the weights in use, which is sent to every API server."""
 
     version: int
     """Version of the weights that the engine computes with."""
@@ -154,8 +154,8 @@ class WeightsChanged(
     """Digest of the files of the staged version, or of the version in use after ``UseWeights``. After
     ``JoinTrainer`` and ``ReceiveWeights``: the token or the file of the message."""
     name: str | None = None
-    """Name of the weights in use by content, from an engine with a KV tier; "" for the weights of the start.
-    None: the number of the version is the name."""
+    """Name of the weights in use by content, from an engine with a KV tier; "" for the initial weights. None:
+    the version number is the name."""
     error: ErrorInfo | None = None
     """The reason why the weights were not staged or not used; None after success."""
 

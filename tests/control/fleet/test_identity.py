@@ -12,7 +12,7 @@ from weft.control.fleet import fleet_events as e
 from weft.control.fleet.engine_protocol import EngineProtocol
 from weft.control.fleet.instances import InstanceState
 from weft.types import messages as m
-from weft.types.handshake import EngineIdentity, why_apart
+from weft.types.handshake import EngineIdentity, no_common_version_text
 from weft.types.sampling import TokenParams
 
 WANTED = EngineIdentity(name="a", model="m", start=17)
@@ -108,12 +108,16 @@ def test_the_refusal_of_the_engine_is_a_loss() -> None:
 
 
 def test_a_refused_version_names_the_upgrade() -> None:
-    newer = why_apart((3, 4), (1, 2), "API server")
+    newer = no_common_version_text((3, 4), (1, 2), "API server")
     assert newer.startswith("the engine speaks versions 3 to 4 of the messages, this API server (Weft ")
     assert newer.endswith("versions 1 to 2: upgrade the API server")
-    assert why_apart((1, 1), (2, 3), "API server").endswith("versions 2 to 3: upgrade the engine")
-    assert why_apart((1, 1), (2, 3), "engine").startswith("the API server speaks versions 2 to 3")
-    assert why_apart((1, 1), (2, 3), "engine").endswith("versions 1 to 1: upgrade the engine")
+    assert no_common_version_text((1, 1), (2, 3), "API server").endswith(
+        "versions 2 to 3: upgrade the engine"
+    )
+    assert no_common_version_text((1, 1), (2, 3), "engine").startswith(
+        "the API server speaks versions 2 to 3"
+    )
+    assert no_common_version_text((1, 1), (2, 3), "engine").endswith("versions 1 to 1: upgrade the engine")
 
 
 def test_a_process_that_starts_gets_the_latest_pause() -> None:

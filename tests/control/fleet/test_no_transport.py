@@ -6,10 +6,10 @@ import pytest
 
 from tests.control.fleet.driver import Driver, error_of
 from tests.control.fleet.test_pairs import ask, finished, over, pairs, rest, submitted, where
-from weft.common.errors import NoWay
+from weft.common.errors import NoCommonTransport
 from weft.control.fleet.open_sequences import MOST_REFUSALS
 
-NO_WAY = NoWay("two engines share no memory").info()
+NO_WAY = NoCommonTransport("two engines share no memory").info()
 
 
 def no_way(one: Driver, name: str, sequence: int) -> None:

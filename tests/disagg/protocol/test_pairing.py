@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from weft.common.errors import EngineDead, ErrorInfo, NoWay, TransportFailed, Unavailable
+from weft.common.errors import EngineDead, ErrorInfo, NoCommonTransport, TransportFailed, Unavailable
 from weft.disagg.protocol import pairing
 from weft.disagg.protocol.pairing import AGAIN_S, Pairing
 from weft.types import transfer as r
@@ -93,7 +93,7 @@ def test_the_first_transport_that_both_have_and_that_works(
 def test_a_pair_without_a_way_is_an_error_with_the_reason(
     wanted: Sequence[str], offered: Sequence[Sequence[str]], why: str
 ) -> None:
-    with pytest.raises(NoWay, match=why) as raised:
+    with pytest.raises(NoCommonTransport, match=why) as raised:
         chosen(wanted, offered)
     assert raised.value.info().code == "no_transport"
 
@@ -156,7 +156,7 @@ def test_shared_memory_alone_is_not_refused_before_the_next_try() -> None:
         assert pairing.choose(PEER, ends, now).endpoints[0].transport == "shm"
         pairing.failed(PEER, "shm", BROKEN, now)
     files.reachable.clear()
-    with pytest.raises(NoWay):
+    with pytest.raises(NoCommonTransport):
         pairing.choose(PEER, ends, AGAIN_S)
 
 

@@ -66,7 +66,7 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection, spares: Spares) -
     child.forbid_core_dumps()
     # Until the API server installs signal handlers, a signal ends the process in order and removes the
     # folder.
-    for number in signals.heeded():
+    for number in signals.handled_stops():
         signal.signal(number, signals.end)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
     folder = private_folder()

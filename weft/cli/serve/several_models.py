@@ -96,7 +96,7 @@ def run_models(models: Sequence[ResolvedModel], front: FrontSection, spares: Spa
     listener = bind(front.host, front.port, listens=front.fronts == 1)
     set_title("server" if front.fronts == 1 else "supervisor", f"{len(models)} models")
     child.forbid_core_dumps()
-    for number in signals.heeded():
+    for number in signals.handled_stops():
         signal.signal(number, signals.end)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
     folder = private_folder()

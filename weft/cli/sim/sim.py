@@ -203,7 +203,7 @@ def _kv(config: Config, arrivals: Sequence[Arrival], tokens: int | None) -> KVCo
 
     Raise ConfigError for a cache that is too small.
     """
-    longest = max(one.prompt + max(one.output, one.again) for one in arrivals)
+    longest = max(one.prompt + max(one.output, one.restart_output) for one in arrivals)
     asked = config.model.max_model_len
     length = asked if isinstance(asked, int) else longest
     cache = config.cache

@@ -11,7 +11,7 @@ import click
 from weft.cli.result_file import check_result_file, json_option, write_result
 from weft.cli.sim.sim_options import POSITIVE, cost_model_option, limit_options
 from weft.control.planner.capacity import Limits
-from weft.sim.day import Bench, Outcome, divisions_of, draw_day, encode
+from weft.sim.day import DayParameters, Outcome, divisions_of, draw_day, encode
 from weft.sim.deployment import Groups
 from weft.sim.presets import load
 
@@ -74,7 +74,7 @@ def day_command(
     logging.getLogger("weft").setLevel(logging.CRITICAL)  # losses of hosts are part of the day
     limits = Limits(ttft_ms / 1e3, tpot_ms / 1e3)
     cost = load(cost_name).scaled(slower)
-    bench = Bench(cost, limits, most=max_groups, load_s=load_s, believed=believed)
+    bench = DayParameters(cost, limits, most=max_groups, load_s=load_s, believed=believed)
     outcomes = []
     for seed in seeds:
         for outcome in _day(bench, seed, rate, shorter, fixed):
@@ -86,7 +86,7 @@ def day_command(
     return 0
 
 
-def _day(bench: Bench, seed: int, rate: float, shorter: float, fixed: bool) -> Iterator[Outcome]:
+def _day(bench: DayParameters, seed: int, rate: float, shorter: float, fixed: bool) -> Iterator[Outcome]:
     """Yield the outcome of the planner, then of each fixed fleet of the same mean size."""
     day = draw_day(seed, rate, shorter)
     planned = bench.play(day, Groups(prefill=2, decode=2), planned=True, seed=seed)

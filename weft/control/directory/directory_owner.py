@@ -160,7 +160,7 @@ class DirectoryOwner:
         try:
             found = self._directory.read()
         except OSError as error:
-            self._trouble.say("the directory of engines cannot be read (%s)", error)
+            self._trouble.warn("the directory of engines cannot be read (%s)", error)
             return
         # The directory was away, or this process stood still.
         if now - self._good_at > 2 * READ_S:

@@ -106,6 +106,6 @@ class FolderDirectory:
         except FileNotFoundError:
             return None
         except (OSError, TypeError, msgspec.MsgspecError) as error:
-            self._strangers.say("ignored a file of the directory that is no record (%s)", error)
+            self._strangers.warn("ignored a file of the directory that is no record (%s)", error)
             return None
         return record if path.name == record.name + _RECORD else None

@@ -265,7 +265,7 @@ class HostServer:
             try:
                 self._directory.publish(record)
             except OSError as error:
-                self._trouble.say("the directory of engines cannot be written (%s)", error)
+                self._trouble.warn("the directory of engines cannot be written (%s)", error)
 
     def _end(self) -> None:
         """Withdraw all records, close the probes and end the engine processes."""
@@ -273,7 +273,7 @@ class HostServer:
             try:
                 self._directory.withdraw(record)
             except OSError as error:  # the record expires
-                self._trouble.say("the directory of engines cannot be written (%s)", error)
+                self._trouble.warn("the directory of engines cannot be written (%s)", error)
         for probe in self._probes.values():
             probe.close()
         self._group.close(0.0)

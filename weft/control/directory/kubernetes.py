@@ -94,7 +94,7 @@ class KubernetesGroups:
                 self._slices.version = ""
             except Exception as error:  # of the network, or in what the API server sends
                 if not self._over.is_set():
-                    self._trouble.say("the watch over the groups broke (%s)", error)
+                    self._trouble.warn("the watch over the groups broke (%s)", error)
             # Also after a watch that ended at once.
             self._over.wait(max(0.0, began + self._again - time.monotonic()))
 

@@ -83,7 +83,7 @@ class PolledDirectory:
         for _, record in found:
             if (other := named.get(record.name)) is not None and other.model != record.model:
                 what = "two engines are called %s, of the models %s and %s: give one group another name"
-                self._trouble.say(what, record.name, other.model, record.model)
+                self._trouble.warn(what, record.name, other.model, record.model)
             named[record.name] = record
         return named
 
@@ -125,7 +125,7 @@ class PolledDirectory:
             if url in self._listed:
                 self._found[url] = _Answer(self._answered, records)
         except Exception as error:  # of the network, or in what a stranger at the URL answers
-            self._trouble.say("the group at %s does not answer (%s)", url, error)
+            self._trouble.warn("the group at %s does not answer (%s)", url, error)
         finally:
             self._asking.discard(url)
 

@@ -17,7 +17,7 @@ from weft.control.fleet.prefix_index import PrefixReports
 from weft.kv.prefix_log import PrefixLog
 from weft.types import messages as m
 from weft.types.adapters import AdapterChanged
-from weft.types.handshake import IDENTITY_SINCE, EngineIdentity, why_another, why_apart
+from weft.types.handshake import IDENTITY_SINCE, EngineIdentity, no_common_version_text, wrong_engine_text
 from weft.types.weights import WeightsChanged
 
 Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
@@ -264,10 +264,12 @@ class EngineProtocol:
         """
         version, identity = m.common_version(hello.versions), self._identity
         if version is None:
-            apart = why_apart((m.OLDEST, m.VERSION), hello.versions, "engine")
+            apart = no_common_version_text((m.OLDEST, m.VERSION), hello.versions, "engine")
             return [(front, m.EngineFailed(error=EngineDead(apart).info()))]
         if identity is not None and hello.engine is not None and not hello.engine.is_same(identity):
-            return [(front, m.EngineFailed(error=EngineDead(why_another(hello.engine, identity)).info()))]
+            return [
+                (front, m.EngineFailed(error=EngineDead(wrong_engine_text(hello.engine, identity)).info()))
+            ]
         for former in [other for other in self._fronts if other != front and self._named(other, hello.front)]:
             self.forget(former)  # the former connection broke, unnoticed so far
         pause = hello.pause if hello.pause is None or len(hello.pause) <= MOST_PAUSE else None

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import numpy as np
 
-from weft.common.errors import EndedElsewhere, ImageFailed, NotGreeted, NoWay
+from weft.common.errors import EndedElsewhere, ImageFailed, NoCommonTransport, NotGreeted
 from weft.control.fleet.policy import PromptHashes
 from weft.types.messages import Submit, TokenEvent, ids_to_bytes
 
@@ -160,7 +160,11 @@ class LedgerEntry:
         Without a common transport, either side of the pair may be the cause. So the next attempt also avoids
         the peer, but no refusal of the peer counts.
         """
-        if why == NoWay.code and name not in self.encoders and (peer := self.peer(name)) is not None:
+        if (
+            why == NoCommonTransport.code
+            and name not in self.encoders
+            and (peer := self.peer(name)) is not None
+        ):
             self.refused.setdefault(peer, 0)
         self.refused[name] = self.refused.get(name, 0) + 1
         return self.refused[name]

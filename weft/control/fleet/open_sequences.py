@@ -293,7 +293,7 @@ class OpenSequences:
             error = lateness.why(begun=entry.attempt >= 0, images=bool(entry.submit.media))
             error = Unavailable(LATE) if sequence in overstayed else error
             if error is not None:
-                self._refusals.say("a request fails: %s", error.message)
+                self._refusals.warn("a request fails: %s", error.message)
                 found.append((sequence, error))
         return found
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from weft.common.errors import ErrorInfo, NoWay, TransportFailed
+from weft.common.errors import ErrorInfo, NoCommonTransport, TransportFailed
 from weft.types.transfer import Bound, Endpoint, Peer
 
 SHM = "shm"
@@ -62,11 +62,11 @@ class Pairing:
 
     def choose(self, peer: Peer, bound: Bound, now: float) -> Bound:
         """Return ``bound`` with one way to each rank: the first common transport that is usable and has not
-        failed with the peer lately, else the first usable one. Raises NoWay."""
+        failed with the peer lately, else the first usable one. Raises NoCommonTransport."""
         common = candidates(self._wanted, bound.endpoints)
         usable = [name for name in common if name != SHM or self._shared(peer, bound.endpoints, now)]
         if not usable:
-            raise NoWay(_why(self._wanted, common, bound.endpoints))
+            raise NoCommonTransport(_why(self._wanted, common, bound.endpoints))
         # `False` sorts before `True`, and the sort keeps the sender's order.
         best = min(usable, key=lambda name: self._failed.get((peer, name), now) > now)
         return msgspec.structs.replace(bound, endpoints=narrowed(bound.endpoints, best))
@@ -100,7 +100,7 @@ def _remember(facts: dict[_K, _V], key: _K, fact: _V) -> None:
 
 
 def _why(wanted: Sequence[str], common: Sequence[str], endpoints: Sequence[Endpoint]) -> str:
-    """Return the reason for ``NoWay``."""
+    """Return the reason for ``NoCommonTransport``."""
     if common:
         return "--transfer shm: two engines share no memory, since one cannot connect to the other's sockets"
     theirs = ", ".join(endpoints[0].ways) if endpoints else "nothing"

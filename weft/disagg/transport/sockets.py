@@ -345,7 +345,7 @@ class SocketTransport:
                 raise f.BadFrame("there are too many connections")
         except (OSError, WeftError) as error:
             self.refused += 1
-            self._strangers.say("a connection for transfers was refused: %s", error)
+            self._strangers.warn("a connection for transfers was refused: %s", error)
             sock.close()
             return
         sock.setblocking(False)
@@ -409,7 +409,7 @@ class SocketTransport:
             return
         if isinstance(error, WeftError):
             self.refused += 1
-            self._strangers.say("a connection for transfers was closed: %s (%s)", error, link.peer)
+            self._strangers.warn("a connection for transfers was closed: %s (%s)", error, link.peer)
         elif not isinstance(error, OSError):
             self.refused += 1
             log.error("the connection for transfers with %s failed", link.peer, exc_info=error)

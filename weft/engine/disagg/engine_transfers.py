@@ -25,7 +25,7 @@ import msgspec
 
 from weft.common.clock import Clock
 from weft.common.counted_log import CountedLog
-from weft.common.errors import ErrorInfo, NoWay, Unavailable, WeftError
+from weft.common.errors import ErrorInfo, NoCommonTransport, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.disagg.protocol import transfer_events as ev
 from weft.disagg.protocol.pairing import Pairing
@@ -303,7 +303,7 @@ class EngineTransfers:
                 raise r.TransferMessageError("the hashes of a prompt are truncated")
         except r.TransferMessageError as error:
             self.bad += 1
-            self._limited_log.say(
+            self._limited_log.warn(
                 "dropped an invalid message of another engine: %s (%s)", error.message, peer.name
             )
             return
@@ -426,8 +426,8 @@ class EngineTransfers:
             return None if record is None else bound
         try:
             return self._pairing.choose(record.peer, bound, self._clock.now())
-        except NoWay as error:
-            self._limited_log.say("no transfer to %s is possible: %s", record.peer.name, error.message)
+        except NoCommonTransport as error:
+            self._limited_log.warn("no transfer to %s is possible: %s", record.peer.name, error.message)
             self._on(ev.Cancel(key, error.info()))
             return None
 

@@ -110,7 +110,7 @@ class EngineWatch(_Thread):
             if isinstance(heartbeat, RankHeartbeat):
                 self._channel.send(peer, encode(self._heard(heartbeat)))
         except FrameError as error:
-            strangers.say("dropped an invalid frame on the heartbeat channel: %s", error.message)
+            strangers.warn("dropped an invalid frame on the heartbeat channel: %s", error.message)
         except EngineDead:  # the rank is gone, and the silence will be noticed
             pass
         return True
@@ -166,7 +166,7 @@ class RankWatch(_Thread):
         try:
             heartbeat = decode_to_rank(data)
         except FrameError as error:
-            strangers.say("dropped an invalid frame on the heartbeat channel: %s", error.message)
+            strangers.warn("dropped an invalid frame on the heartbeat channel: %s", error.message)
             return True
         if not isinstance(heartbeat, RankHeartbeat):
             return True

@@ -247,7 +247,7 @@ class EngineServer:
             message = decode_parts(body, attached)
         except (ValueError, msgspec.DecodeError) as error:
             self._protocol.bad_frames += 1
-            self._strangers.say("dropped an invalid frame (%s)", type(error).__name__)
+            self._strangers.warn("dropped an invalid frame (%s)", type(error).__name__)
             return
         if isinstance(message, m.Profile):
             self._profiler.ask(message.seconds)

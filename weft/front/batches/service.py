@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 import msgspec
 from starlette.types import ASGIApp
 
-from weft.batch.book import BatchBook, CancelBatch, How, OpenBatch
+from weft.batch.book import BatchBook, CancelBatch, EndReason, OpenBatch
 from weft.batch.database import BatchDatabase, LeaseLost
 from weft.batch.files import BatchFiles
 from weft.batch.lines import BatchAnswer, Checks, body_of, sequences_of
@@ -203,7 +203,7 @@ class BatchService:
                     runner.feed(CancelBatch(row.id))
                 elif row.id not in self._known and self._later.get(row.id, now) <= now:
                     await self._try_open(runner, row)
-            self._want(runner.book.wanted())
+            self._want(runner.book.unfinished())
             self.counts.show(await self._call(self.store.counts), await self._call(self.store.oldest))
             await asyncio.sleep(POLL_S)
 
@@ -233,7 +233,7 @@ class BatchService:
         if row.status == "validating" and left > 0:
             await self._validate(row)
         elif row.status != "validating":
-            damaged, steps = 0, self.store.mending(row.id)
+            damaged, steps = 0, self.store.repair(row.id)
             while (found := await self._call(next, steps, None)) is not None:
                 damaged += found
             if damaged:
@@ -271,7 +271,7 @@ class BatchService:
         checks = Checks(row.endpoint, names.__contains__, most_line=most)
         await self._call(self.store.validate, row.id, checks, room)
 
-    # -- room beside online requests
+    # -- capacity beside online requests
 
     def _want(self, models: Collection[str]) -> None:
         """Report the models that lines need to a server of several models."""
@@ -315,7 +315,7 @@ class BatchService:
         most = room_of(slots, others, now - self._online, front.section.batch_online_share)
         return max(min(most - mine, MOST_STARTS), 0)
 
-    # -- the desk of the runner
+    # -- the line store of the runner
 
     async def _send(self, request: LineRequest) -> BatchAnswer:
         key = self._key(request.owner)
@@ -356,10 +356,10 @@ class BatchService:
         self.counts.add("completed", sum(output.good for output in outputs))
         self.counts.add("failed", sum(not output.good for output in outputs))
 
-    async def finalize(self, batch: str, how: How) -> None:
+    async def finalize(self, batch: str, reason: EndReason) -> None:
         try:
             row = await self._call(self.store.get, batch)
-            await self._call(self.store.finalize, batch, how)
+            await self._call(self.store.finalize, batch, reason)
             ended = await self._call(self.store.get, batch)
         except LeaseLost:
             raise

@@ -39,7 +39,7 @@ from weft.front.requests.text_threads import TextThreads
 from weft.front.siblings import Siblings
 from weft.grammar.guard.compile_jobs import Compile
 from weft.media.media_memory import MediaLease
-from weft.media.pictures import Wanted, headers_of
+from weft.media.pictures import FileToFetch, headers_of
 from weft.media.service import MediaService
 from weft.media.video_header import Header
 from weft.text.model import TextModel
@@ -97,7 +97,7 @@ class Front:
         self._reports: asyncio.Task[None] | None = None
         self._history = load_history.LoadHistory()
         self._sampling: asyncio.Task[None] | None = None
-        self.media = MediaService(config.media, apart=len(section.api_key) > 1)
+        self.media = MediaService(config.media, per_client=len(section.api_key) > 1)
         self.access = AccessControl(
             section.api_key,
             section.admin_key,
@@ -326,7 +326,7 @@ class Front:
         headers: dict[str, Header] = {}
         verdicts: dict[str, ErrorInfo | None] = {}
 
-        def take(data: bytes | bytearray | None) -> T | tuple[Wanted, ...] | Unproved:
+        def take(data: bytes | bytearray | None) -> T | tuple[FileToFetch, ...] | Unproved:
             """Read the body in this thread, or decode the worker's answer ``data``. Return the missing
             input, or the result of ``use``. Raises WeftError."""
             if data is None:

@@ -30,7 +30,7 @@ from weft.front.requests.read_tokens import read_generate, render_chat, render_c
 from weft.front.requests.reading import Job, Reader
 from weft.front.requests.setup import Setup
 from weft.front.requests.tokenizing import detokenize, tokenize
-from weft.media.pictures import NeedsFiles, Wanted
+from weft.media.pictures import FileToFetch, NeedsFiles
 from weft.media.video_header import Header
 
 log = get_logger(__name__)
@@ -75,7 +75,7 @@ class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     job: Job | None = None
     made: bytes = b""
     """JSON of the answer, if no engine is needed."""
-    wanted: tuple[Wanted, ...] = ()
+    wanted: tuple[FileToFetch, ...] = ()
     """Files to fetch before another attempt to read."""
     unproved: Unproved | None = None
     """Grammar to compile before another attempt to read."""

@@ -1,8 +1,8 @@
 """Convert a lowered grammar to llguidance's dialect of Lark.
 
-llguidance matches on two levels: terminals, by longest match, and rules over terminals. Therefore any regular
-part becomes *one* terminal, however deep the part's tree is. Inside a terminal, no result depends on the end
-of a match. Before JSON or rules, a terminal takes the longest possible text.
+llguidance matches on two levels: terminals, by longest match, and rules over terminals. Any regular part
+becomes *one* terminal, however deep the part's tree is. Longest match then applies only to the end of the
+whole part. Before JSON or rules, a terminal takes the longest possible text.
 """
 
 from __future__ import annotations
@@ -35,20 +35,16 @@ _ANY = "/(?s:.*)/"
 _SOME = "/(?s:.+)/"
 
 _OPTIONS = '%llguidance {"no_forcing": true}'
-"""Certain text may be written in any tokens. Without the option, the library asks the tokenizer for
-tokens.
-"""
+"""Any tokens may spell a text without alternatives. Without the option, the library calls the tokenizer."""
 
-SPELLINGS = '"\\bfnrt'
+ALLOWED_ESCAPES = '"\\bfnrt'
 """Escapes allowed in a JSON string. Without ``\\u``, each text has one spelling, so that no key can imitate
-another key.
-"""
+another key."""
 
 
 def to_lark(node: Node, controls: Mapping[str, int]) -> str:
     """Return ``node`` in llguidance's JSON form. ``controls``: text to id of control tokens. Raises
-    InvalidRequest.
-    """
+    InvalidRequest."""
     return _LarkWriter(controls).write(node)
 
 
@@ -79,7 +75,7 @@ class _LarkWriter:
             case Token():
                 return f"<[{self._controls[node.text]}]>"
             case Json():
-                return self._nest(node, {"json_schema": _guided(node)})
+                return self._nest(node, {"json_schema": _schema_with_options(node)})
             case Rules():
                 return self._nest(node, {"lark_grammar": _rules(node.source)})
             case GrammarChoice():
@@ -183,12 +179,11 @@ def _rules(source: str) -> str:
 
 WHITE_SPACE = r"( |\n[ \t]{0,16})?"
 """White space between two parts of a JSON value that is not compact: none, one blank, or a line end and
-indentation. Without a bound, a model with a preference for white space would write white space forever.
-"""
+indentation. Without a bound, a model with a preference for white space would write white space forever."""
 
 
-def _guided(node: Json) -> Any:
-    """Return the schema with the options of the value's spelling.
+def _schema_with_options(node: Json) -> Any:
+    """Return the schema with options for escapes and white space.
 
     The options overwrite any options in the client's schema. Raises InvalidRequest for an invalid or
     unsupported schema.
@@ -197,7 +192,7 @@ def _guided(node: Json) -> Any:
     if schema is True:
         schema = {}
     options: dict[str, Any] = {
-        "json_allowed_escapes": SPELLINGS,
+        "json_allowed_escapes": ALLOWED_ESCAPES,
         "json_allow_general_unicode_escapes": False,
         "lenient": False,
         "coerce_one_of": False,

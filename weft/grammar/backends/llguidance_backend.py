@@ -67,7 +67,7 @@ class _Tokens:
         self.bos_token_id = None
 
     def __call__(self, text: bytes) -> list[int]:
-        raise AssertionError("grammars name bytes and ids: nothing has to be encoded")
+        raise AssertionError("grammars contain bytes and ids: no text needs encoding")
 
 
 class LlguidanceCompiler:
@@ -104,8 +104,7 @@ class LlguidanceCompiler:
 
     def lexer(self, source: str) -> llguidance.LLMatcher:
         """Return a matcher at the start of an output, with a lexer shared with no other matcher. Raises
-        InvalidRequest.
-        """
+        InvalidRequest."""
         matcher = llguidance.LLMatcher(self._tokens, source, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be compiled: {_plain(matcher.get_error())}")
@@ -151,8 +150,7 @@ class LlguidanceGrammar:
 
     def check_start(self) -> None:
         """Raise InvalidRequest for a grammar that no output satisfies. Computes the first mask, which later
-        matchers reuse.
-        """
+        matchers reuse."""
         words = np.zeros((self._vocabulary.size + 31) // 32, np.int32)
         LlguidanceMatcher(self._matcher, self._vocabulary, self._width, self._spare).fill(words)
         if not words.any():
@@ -291,11 +289,10 @@ class LlguidanceMatcher:
 
         Return False if the old matcher stays in use.
 
-        At most one attempt per matcher: afterwards the lexer counts as private. A full lexer is noted on the
-        grammar. Other outputs also add states to a shared lexer, and these states must not affect this
-        output. A full lexer appears as an error of a mask. A token that needs a new state, however, is
-        refused without an error. Therefore the first refusal without an error is tried again. Masks allow
-        only valid samples, so refusals are rare.
+        Other outputs also add states to a shared lexer, and these states must not affect this output. A full
+        lexer appears as an error of a mask, and is noted on the grammar. A token that needs a new state,
+        however, is refused without an error. Therefore the first refusal without an error is tried again.
+        Masks allow only valid samples, so refusals are rare.
         """
         failed = self._matcher.is_error()
         if self._shared is None or (failed and _FULL not in self._matcher.get_error()):

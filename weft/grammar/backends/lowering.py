@@ -1,7 +1,7 @@
 """Reduce a grammar tree to the few forms that backends translate. Tags become tokens, triggers become
 sequences.
 
-Literal | Until | Pattern | Json | Rules | Choice | Chain | Loop | Token
+Literal | Until | Pattern | Json | Rules | GrammarChoice | GrammarChain | Loop | Token
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ MAX_REPEATS = 4096
 
 
 def lower(grammar: g.Grammar, controls: Collection[str]) -> Node:
-    """Return the tree in these forms. ``controls``: texts of the tokenizer's control tokens.
+    """Return the grammar as a tree of ``Node``. ``controls``: texts of the tokenizer's control tokens.
 
     Raises InvalidRequest for open free text before JSON or rules.
     """
@@ -110,7 +110,7 @@ def is_regular(node: Node) -> bool:
 def _check_ends(node: Node) -> None:
     """Raise InvalidRequest if free text without an end stands before JSON or rules.
 
-    The border between the two would be ambiguous.
+    The border between text and JSON would be ambiguous.
     """
     match node:
         case GrammarChain():
@@ -223,8 +223,7 @@ class _Lowering:
 
     def _triggered(self, part: g.Triggered) -> Node:
         """Return a loop of free text up to the trigger and one of the parts, then free text without the
-        trigger.
-        """
+        trigger."""
         once = _chain(
             [
                 self._until((part.trigger,), (part.trigger,)),

@@ -1,4 +1,4 @@
-"""Reduce JSON schemas to the forms enforced by xgrammar. For keywords side by side, xgrammar ignores some.
+"""Reduce JSON schemas to the forms enforced by xgrammar. xgrammar ignores some combinations of keywords.
 
 The input comes from ``read_schema``. An object schema with listed properties and open further properties
 becomes closed. xgrammar does not check further names: a model could repeat a listed name in another spelling.
@@ -96,13 +96,13 @@ def _constants(schema: dict[str, Any], key: str) -> dict[str, Any]:
     values = schema["enum"] if key == "enum" else [schema["const"]]
     types = schema.get("type", list(_OF_TYPE))
     types = types if isinstance(types, list) else [types]
-    left = [value for value in values if any(_is(value, one) for one in types)]
+    left = [value for value in values if any(_has_type(value, one) for one in types)]
     if not left:
         raise InvalidRequest(f"no value of {key} has the type that the schema asks for")
     return {"enum": left}
 
 
-def _is(value: Any, kind: str) -> bool:
+def _has_type(value: Any, kind: str) -> bool:
     """Return True if ``value`` has the JSON type ``kind``. 1.0 counts as an integer."""
     if kind == "integer":
         whole = isinstance(value, float) and value.is_integer()
@@ -136,9 +136,8 @@ def _of_type(kind: str, keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _length(keys: dict[str, Any]) -> str:
-    """Return bounds of length as a pattern. For minLength and maxLength, xgrammar would accept control
-    characters.
-    """
+    """Return minLength and maxLength as a pattern. For the keywords, xgrammar would accept control
+    characters."""
     least, most = keys.get("minLength", 0), keys.get("maxLength", "")
     return rf'^[^"\\\u0000-\u001f\ud800-\udfff]{{{least},{most}}}$'
 
@@ -191,5 +190,7 @@ def _object(keys: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refuse(what: str) -> Never:
-    raise InvalidRequest(f"{what} is not supported by xgrammar; --grammar-backend llguidance may support it")
+def _refuse(construct: str) -> Never:
+    raise InvalidRequest(
+        f"{construct} is not supported by xgrammar; --grammar-backend llguidance may support it"
+    )

@@ -1,6 +1,5 @@
 """Convert a lowered grammar to a structural tag of xgrammar, which matches bytes and tokens without a
-lexer.
-"""
+lexer."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ from weft.grammar.json_schema.patterns import ECMA, whole_pattern
 
 MARK = "\x01weft\x01"
 """Part of the bytes of every control token, and excluded from free text: xgrammar does not require UTF-8 in
-free text.
-"""
+free text."""
 
 
 def to_format(
@@ -74,10 +72,10 @@ def _until(node: Until) -> dict[str, Any]:
     text = {"type": "any_text", "excludes": [MARK, *without]}
     if not node.end:
         return text
-    # xgrammar would miss an end inside an overlapping start.
+    # After a partial match, xgrammar does not look for an end that began inside the partial match.
     if any(node.end.startswith(node.end[cut:]) for cut in range(1, len(node.end))):
         raise InvalidRequest(
             f"xgrammar does not support free text that ends with {node.end!r}, because this end overlaps "
-            "with itself; --grammar-backend llguidance supports it"
+            "with itself; use --grammar-backend llguidance"
         )
     return {"type": "tag", "begin": "", "content": text, "end": node.end}

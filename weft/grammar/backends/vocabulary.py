@@ -12,8 +12,7 @@ from weft.text.tokenizer import Tokenizer
 
 _MARKUP = re.compile(r"<.*>|\[.*\]|｜.*｜", re.DOTALL)
 """Spelling of added tokens used as markup. Some tokenizers do not mark such tokens special (``<tool_call>``,
-``</think>``).
-"""
+``</think>``)."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,12 +20,10 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: tuple[bytes, ...]
     """Bytes of each text token, ``size`` entries. Empty for ids without text: controls, and ids unknown to
-    the tokenizer.
-    """
+    the tokenizer."""
     controls: dict[str, int]
     """Tokens that never occur in free text, patterns or JSON. Only a grammar that spells such a token
-    allows the token.
-    """
+    allows the token."""
     end_ids: tuple[int, ...]
     """Ids at the end of a turn. Only the end of the grammar decides if these ids are allowed."""
     size: int

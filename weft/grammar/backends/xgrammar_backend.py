@@ -158,8 +158,7 @@ class XgrammarMatcher:
 
     def _forbid_behind(self, words: np.ndarray) -> None:
         """Clear, in place, the bits of the spare id and of all ids behind the spare id: the library leaves
-        these bits undefined.
-        """
+        these bits undefined."""
         word, bit = divmod(self._spare, 32)
         if word < words.size:
             bits = words.view(np.uint32)
@@ -239,7 +238,6 @@ def _client_rules(source: str) -> str:
 
 def _plain(error: Exception) -> str:
     """Return the library's message on one line, without source positions, at most ``_MESSAGE_CHARS``
-    characters.
-    """
+    characters."""
     text = " ".join(str(error).split())
     return text.split(": ", 1)[-1][:_MESSAGE_CHARS]

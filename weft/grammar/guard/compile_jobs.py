@@ -1,9 +1,9 @@
 """Compile grammars outside the step loop: bounded cache, deadlines, and compile threads shared fairly by
 clients.
 
-    submit ──► cache ──► one queue per client ──► a place, in turns ──► every waiter's Compile ends
+    submit ──► cache ──► one queue per client ──► a thread, round robin ──► every waiter's Compile ends
 
-A compile runs in a thread. ``PLACES`` compiles run at a time, at most ``CLIENT_PLACES`` of them for one
+A compile runs in a thread. ``MAX_RUNNING`` compiles run at a time, at most ``CLIENT_RUNNING`` of them for one
 client. Slow grammars of one client therefore do not delay the grammars of another client. Equal grammars
 compile once.
 """
@@ -26,16 +26,16 @@ from weft.types.grammar import Grammar
 
 _log = get_logger(__name__)
 
-PLACES = 3
+MAX_RUNNING = 3
 """Maximum concurrent compiles."""
-CLIENT_PLACES = 2
+CLIENT_RUNNING = 2
 """Maximum concurrent compiles of one client."""
 MAX_WAITING = 1024
 """Maximum unfinished compiles of all clients, running compiles included."""
 CLIENT_WAITING = 512
 """Maximum queued compiles of one client."""
 MAX_ENTRIES = 256
-MAX_KEPT_BYTES = 32 << 20
+MAX_CACHE_BYTES = 32 << 20
 """Maximum bytes of the cache: sources and compiled grammars."""
 
 
@@ -111,7 +111,7 @@ class Compile:
         return 0 if self._compiled is None else self._compiled.nbytes
 
     @property
-    def holds_spent(self) -> bool:
+    def spent(self) -> bool:
         """True if further outputs need a newly compiled grammar."""
         return self._compiled is not None and self._compiled.spent
 
@@ -152,25 +152,25 @@ class GrammarService:
         compiler: Compiler,
         *,
         timeout: float,
-        apart: bool = False,
+        per_client: bool = False,
         clock: Clock | None = None,
         entries: int = MAX_ENTRIES,
-        kept_bytes: int = MAX_KEPT_BYTES,
+        max_bytes: int = MAX_CACHE_BYTES,
     ) -> None:
-        """``timeout``: seconds until a compile is late. ``apart``: clients do not share compiled grammars, so
-        that the outputs of one client cannot fill the lexer of another client. ``entries``: maximum
-        number of cached results. ``kept_bytes``: maximum bytes of the cache.
+        """``timeout``: seconds from ``submit`` to the deadline of a compile. ``per_client``: clients do not
+        share compiled grammars, so that the outputs of one client cannot fill the lexer of another client.
+        ``entries``: maximum number of cached results. ``max_bytes``: maximum bytes of the cache.
         """
         self._compiler: Final = compiler
         self._timeout = timeout
-        self._apart = apart
+        self._per_client = per_client
         self._clock = clock or SystemClock()
         self._entries = entries
-        self._kept_bytes = kept_bytes
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[_Key, Compile] = OrderedDict()
+        self._cache: OrderedDict[_Key, Compile] = OrderedDict()
         """Results by source, refusals included. The least recently used result is first."""
-        self._under_way: dict[_Key, _Work] = {}
+        self._unfinished: dict[_Key, _Work] = {}
         self._queues: OrderedDict[int, deque[_Work]] = OrderedDict()
         """Non-empty queues by client. The client with the next turn is first."""
         self._running: dict[int, int] = {}
@@ -178,10 +178,10 @@ class GrammarService:
         self._closed = False
 
     @property
-    def kept(self) -> tuple[int, int]:
-        """Number of cache entries and their bytes."""
+    def cached(self) -> tuple[int, int]:
+        """Return (cache entries, bytes of the cache)."""
         with self._lock:
-            return len(self._kept), self._size()
+            return len(self._cache), self._size()
 
     def submit(self, grammar: Grammar, client: int = 0) -> Compile:
         """Start a compile of ``grammar`` for ``client``, or return the cached result.
@@ -191,19 +191,19 @@ class GrammarService:
         Equal grammars share one compile. Errors of the grammar, and refusals beyond the limits, are raised by
         ``Compile.result``, not here.
         """
-        key = (client if self._apart else 0, msgspec.msgpack.encode(grammar))
+        key = (client if self._per_client else 0, msgspec.msgpack.encode(grammar))
         with self._lock:
             found = self._find(key)
             if found is not None:
                 return found
             task = Compile(self._clock, self._clock.now() + self._timeout)
-            work = self._under_way.get(key)
+            work = self._unfinished.get(key)
             refusal = self._refusal(client) if work is None or client not in work.clients else None
             if refusal is not None:
                 task.end(None, refusal)
                 return task
             if work is None:
-                work = self._under_way[key] = _Work(key, grammar)
+                work = self._unfinished[key] = _Work(key, grammar)
             work.waiters.append(task)
             if client not in work.clients and not work.taken:
                 # Queue the work also for this client: the queue of the other client may be long.
@@ -220,12 +220,12 @@ class GrammarService:
         """End all waiting compiles with Unavailable. Does not wait for running threads. Idempotent."""
         with self._lock:
             self._closed = True
-            waiters = [task for work in self._under_way.values() for task in work.waiters]
+            waiters = [task for work in self._unfinished.values() for task in work.waiters]
             for task in waiters:
                 task.end(None, Unavailable("the server is stopping"))
             self._queues.clear()
-            self._kept.clear()
-            self._under_way.clear()
+            self._cache.clear()
+            self._unfinished.clear()
         for task in waiters:
             task.call_back()
 
@@ -234,13 +234,13 @@ class GrammarService:
 
         The result becomes the most recently used. A spent grammar leaves the cache.
         """
-        found = self._kept.get(key)
+        found = self._cache.get(key)
         if found is None:
             return None
-        if found.holds_spent:
-            del self._kept[key]
+        if found.spent:
+            del self._cache[key]
             return None
-        self._kept.move_to_end(key)
+        self._cache.move_to_end(key)
         return found
 
     def _refusal(self, client: int) -> WeftError | None:
@@ -255,14 +255,14 @@ class GrammarService:
             return Overloaded(
                 "too many of your grammars wait to be compiled; try again later", code="grammar_overload"
             )
-        if len(self._under_way) >= MAX_WAITING:
+        if len(self._unfinished) >= MAX_WAITING:
             return Unavailable(
                 "too many grammars wait to be compiled; try again later", code="grammar_overload"
             )
         return None
 
     def _start_threads(self) -> None:
-        """Start a thread for each free place with work. The lock must be held."""
+        """Start threads for queued work, up to the limits. The lock must be held."""
         while (taken := self._next()) is not None:
             thread = threading.Thread(target=self._run, args=taken, daemon=True, name="weft-grammar")
             with_stack(thread)
@@ -271,13 +271,13 @@ class GrammarService:
         """Take the next work from the queues and return the work and its client; the work then counts as
         running.
 
-        Return None if no place is free or no work is queued. Work without waiters is dropped. The lock must
+        Return None at the limit or without queued work. Work without waiters is dropped. The lock must
         be held.
         """
-        if sum(self._running.values()) >= PLACES:
+        if sum(self._running.values()) >= MAX_RUNNING:
             return None
         for client in list(self._queues):
-            if self._running.get(client, 0) >= CLIENT_PLACES:
+            if self._running.get(client, 0) >= CLIENT_RUNNING:
                 continue
             queue = self._queues[client]
             while queue:
@@ -285,22 +285,22 @@ class GrammarService:
                 if work.wanted:
                     work.taken = True
                     self._running[client] = self._running.get(client, 0) + 1
-                    # Round robin: a client that got a place goes to the end.
+                    # Round robin: a client whose work starts goes to the end.
                     if queue:
                         self._queues.move_to_end(client)
                     else:
                         del self._queues[client]
                     return work, client
-                if self._under_way.get(work.key) is work and not work.taken:
-                    del self._under_way[work.key]  # no waiter is left
+                if self._unfinished.get(work.key) is work and not work.taken:
+                    del self._unfinished[work.key]  # no waiter is left
             del self._queues[client]
         return None
 
     def _run(self, work: _Work, client: int) -> None:
-        """Compile until no work is left: the body of a thread. At most ``PLACES`` such threads run."""
-        going: tuple[_Work, int] | None = (work, client)
-        while going is not None:
-            work, client = going
+        """Compile until no work is left: the body of a thread. At most ``MAX_RUNNING`` such threads run."""
+        current: tuple[_Work, int] | None = (work, client)
+        while current is not None:
+            work, client = current
             compiled, error = self._compile(work.grammar)
             with self._lock:
                 self._running[client] -= 1
@@ -309,7 +309,7 @@ class GrammarService:
                 waiters = [] if self._closed else work.waiters  # `close` has ended the waiters
                 if waiters:
                     self._end(work, compiled, error)
-                going = self._next()
+                current = self._next()
                 self._start_threads()
             for task in waiters:
                 task.call_back()
@@ -330,19 +330,18 @@ class GrammarService:
 
     def _end(self, work: _Work, compiled: CompiledGrammar | None, error: WeftError | None) -> None:
         """Store a result for all waiters and cache the result. Errors except InvalidRequest are not
-        cached. The lock must be held.
-        """
-        self._under_way.pop(work.key, None)
+        cached. The lock must be held."""
+        self._unfinished.pop(work.key, None)
         for task in work.waiters:
             task.end(compiled, error)
         if compiled is None and not isinstance(error, InvalidRequest):
             return
-        self._kept[work.key] = work.waiters[0]
+        self._cache[work.key] = work.waiters[0]
         # Sizes grow with use, so the sum is computed anew.
         size = self._size()
-        while len(self._kept) > self._entries or size > self._kept_bytes:
-            key, old = self._kept.popitem(last=False)
+        while len(self._cache) > self._entries or size > self._max_bytes:
+            key, old = self._cache.popitem(last=False)
             size -= len(key[1]) + old.nbytes
 
     def _size(self) -> int:
-        return sum(len(key[1]) + found.nbytes for key, found in self._kept.items())
+        return sum(len(key[1]) + found.nbytes for key, found in self._cache.items())

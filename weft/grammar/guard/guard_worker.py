@@ -2,8 +2,8 @@
 
     python -m weft.grammar.guard.guard_worker CPU_SECONDS DESCRIPTOR
 
-The first payload is a ``BackendArguments``, every other payload a grammar. A grammar with too much time or
-memory ends only this process.
+The first payload is a ``BackendArguments``, every other payload a grammar. A grammar that exceeds the limits
+of time or memory ends only this process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ log = get_logger(__name__)
 
 MEMORY = 2 * STACK_BYTES + (384 << 20)
 """Bytes of address space beyond the started process. An ended thread may still have its stack when the next
-thread starts, hence two stacks.
-"""
+thread starts, hence two stacks."""
 
 
 def main() -> None:
@@ -58,7 +57,7 @@ def main() -> None:
 
         return answer
 
-    serve(prepare, 0, float(sys.argv[1]), tells=True)
+    serve(prepare, 0, float(sys.argv[1]), reports_ready=True)
 
 
 def judge(compiler: GrammarCompiler, grammar: Grammar) -> Verdict:

@@ -5,7 +5,7 @@
                        ──source───► the library, in this process: a compile known to end
 
 The guard process has limits of CPU time and memory. A compiled grammar contains pointers and cannot move
-between processes. Therefore an engine compiles again every grammar accepted by the guard. All Python work on
+between processes. Therefore an engine compiles every accepted grammar again. All Python work on
 a grammar happens in the guard alone.
 """
 
@@ -28,8 +28,7 @@ from weft.types.grammar import Grammar
 
 CPU_SECONDS = {"llguidance": 2.0}
 """CPU seconds of one compile by backend; other backends use --grammar-compile-timeout. llguidance takes
-milliseconds for realistic schemas.
-"""
+milliseconds for realistic schemas."""
 MAX_BYTES = 16 << 20
 """Maximum bytes of one compiled grammar."""
 
@@ -59,7 +58,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 _decode = msgspec.msgpack.Decoder(Verdict).decode
 
 
-class Proved:
+class CheckedGrammar:
     """A grammar that compiles. Stands for the ``CompiledGrammar`` in a process without matchers."""
 
     nbytes = 0
@@ -80,8 +79,7 @@ class GuardedCompiler:
         make: Callable[[BackendArguments], GrammarCompiler] | None = None,
     ) -> None:
         """``backend`` is called for the first grammar. ``seconds``: limit for one compile. ``make``: makes
-        the compiler of this process; None for a process that only checks grammars.
-        """
+        the compiler of this process; None for a process that only checks grammars."""
         self._backend = backend
         self._seconds = seconds
         self._make = make
@@ -91,7 +89,7 @@ class GuardedCompiler:
         self._closed = False
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Return the compiled grammar, or a ``Proved`` without ``make``.
+        """Return the compiled grammar, or a ``CheckedGrammar`` without ``make``.
 
         Blocks until the guard has answered.
 
@@ -126,7 +124,7 @@ class GuardedCompiler:
         # The library's compile takes long too. The thread stays at low priority, but later grammars are rare.
         if time.monotonic() - begin > LONG_S:
             step_back(threading.current_thread())
-        return Proved() if compiler is None else compiler.build(verdict.source, verdict.nbytes)
+        return CheckedGrammar() if compiler is None else compiler.build(verdict.source, verdict.nbytes)
 
     def close(self) -> None:
         """End the guard processes. Compiles in progress fail."""

@@ -12,8 +12,7 @@ _lock = threading.Lock()
 
 def with_stack(thread: threading.Thread) -> None:
     """Start ``thread`` with a stack of ``STACK_BYTES``. The stack size is a process-wide setting and is
-    restored.
-    """
+    restored."""
     with _lock:
         before = threading.stack_size(STACK_BYTES)
         try:

@@ -24,8 +24,7 @@ class Disjoint:
         self._pairs = 0
         self._known: dict[int, tuple[dict[str, Any], frozenset[str] | None]] = {}
         """Cache of ``_possible`` by the id of a schema. The entry keeps the schema alive, so that the id
-        stays unique. Without the caches, references with cycles would be followed again and again.
-        """
+        stays unique. Without the caches, references with cycles would be followed again and again."""
         self._types: dict[int, tuple[dict[str, Any], frozenset[str]]] = {}
         """Cache of ``_kinds`` by the id of a schema."""
         self._properties_of: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}

@@ -1,6 +1,5 @@
 """Formats of JSON schemas as regular expressions. Every accepted text is valid; some valid texts are not
-accepted.
-"""
+accepted."""
 
 from __future__ import annotations
 

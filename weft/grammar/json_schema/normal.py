@@ -1,4 +1,4 @@
-"""Normalize JSON schemas to one form with the meaning of the standards, for any tool's output.
+"""Normalize JSON schemas to one form with the meaning of the standards.
 
 Four things change before any other reader. A keyword with the value null is removed, because serializers
 write unset fields as null. ``nullable`` (OpenAPI 3.0) adds null to ``type``. References by ``$id`` and
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from weft.grammar.json_schema.property_names import spelled_out
+from weft.grammar.json_schema.property_names import without_property_names
 
 ONE = frozenset(
     [
@@ -66,7 +66,7 @@ def lookup(document: Any, pointer: str) -> Any:
         name = name.replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict):
             found = found[name]
-        elif isinstance(found, list) and name.isdecimal():
+        elif isinstance(found, list) and name.isdecimal() and len(name) < 10:
             found = found[int(name)]
         else:
             raise LookupError(pointer)
@@ -112,8 +112,16 @@ def _normal(schema: Any, names: _Names | None, at: str) -> Any:
     if made.get("nullable") is True and isinstance(kind := made.get("type"), str | list):
         made["type"] = [*([kind] if isinstance(kind, str) else kind), "null"]
     if "propertyNames" in made:
-        return spelled_out(made, names.target) or made
+        return without_property_names(made, names.target) or made
     return made
+
+
+def _uri(base: str, name: str) -> str:
+    """Return ``name`` relative to the URI ``base``, without the fragment; ``name`` if no URI."""
+    try:
+        return urldefrag(urljoin(base, name)).url
+    except ValueError:
+        return name
 
 
 class _Names:
@@ -136,13 +144,12 @@ class _Names:
 
     def _collect(self, schema: Any, at: str, base: str) -> None:
         """Record the names in ``schema`` at pointer ``at``. ``base``: pointer of the embedded document
-        around.
-        """
+        around."""
         if not isinstance(schema, dict):
             return
         own = schema.get(self._key)
         if isinstance(own, str) and not own.startswith("#"):
-            self._bases[at] = urldefrag(urljoin(self._bases[base], own)).url
+            self._bases[at] = _uri(self._bases[base], own)
             self._places[self._bases[at]] = base = at
         self._around[at] = base
         anchor = schema.get("$anchor")
@@ -159,7 +166,7 @@ class _Names:
         # ``target`` selects an embedded document, ``fragment`` a pointer or an anchor inside.
         target, _, fragment = reference.partition("#")
         if target:
-            found = self._places.get(urldefrag(urljoin(self._bases[base], target)).url)
+            found = self._places.get(_uri(self._bases[base], target))
         else:
             found = base
         if found is None:

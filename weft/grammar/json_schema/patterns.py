@@ -38,8 +38,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     not_word: str = ""
     excluded: str = ""
     """Characters excluded from every negated class, in class syntax. No positive class may contain these
-    characters.
-    """
+    characters."""
     optional: str = "?"
     """Suffix for zero or one occurrence."""
     space: str = " "
@@ -193,8 +192,11 @@ class _PatternReader:
             most and not (most.isascii() and most.isdecimal())
         ):
             return None
-        if int(least) > _MAX_COUNT or int(most or 0) > _MAX_COUNT or (most and int(most) < int(least)):
-            self._refuse(f"a count above {_MAX_COUNT}, or with the minimum above the maximum")
+        # The lengths come first: Python refuses to convert very long numbers.
+        if max(len(least), len(most)) > 9 or max(int(least), int(most or 0)) > _MAX_COUNT:
+            self._refuse(f"a count above {_MAX_COUNT}")
+        if most and int(most) < int(least):
+            self._refuse("a count with the minimum above the maximum")
         self._at = end + 1
         return f"{{{int(least)}{comma}{int(most) if most else ''}}}"
 
@@ -276,7 +278,8 @@ class _PatternReader:
         if char != "\\":
             return char
         char = self._next()
-        # A negated class must exclude everything some dialect includes; a positive class the reverse.
+        # A negated class excludes each character that any dialect counts as a digit or word character. A
+        # positive class includes only the characters on which all dialects agree.
         if char in "dw" and negated:
             found = self._dialect.not_digit if char == "d" else self._dialect.not_word
             return found or self._refuse(f"\\{char} in a negated class")
@@ -300,8 +303,8 @@ class _PatternReader:
         self._at += 1
         return True
 
-    def _refuse(self, what: str) -> Never:
-        raise InvalidRequest(f"{what} is not supported in a pattern (at character {self._at})")
+    def _refuse(self, construct: str) -> Never:
+        raise InvalidRequest(f"{construct} is not supported in a pattern (at character {self._at})")
 
     def _negated(self, chars: str) -> str:
         return f"[^{self._coded(chars)}{self._dialect.excluded}]"

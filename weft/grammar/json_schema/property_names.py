@@ -12,7 +12,7 @@ _MAX_STEPS = 16
 _NOTES = frozenset(["type", "title", "description", "$comment", "examples", "default", "deprecated"])
 
 
-def spelled_out(schema: dict[str, Any], resolve: Callable[[str], Any]) -> dict[str, Any] | None:
+def without_property_names(schema: dict[str, Any], resolve: Callable[[str], Any]) -> dict[str, Any] | None:
     """Return ``schema`` with the same meaning without ``propertyNames``; None if impossible.
 
     A list of names gives each name an entry in ``properties``. Any other rule becomes the pattern of the
@@ -22,7 +22,7 @@ def spelled_out(schema: dict[str, Any], resolve: Callable[[str], Any]) -> dict[s
     rest = {key: value for key, value in schema.items() if key != "propertyNames"}
     further = schema.get("additionalProperties", True)
     properties = schema.get("properties", {})
-    if rule is True or _says_nothing(rule):
+    if rule is True or _allows_every_name(rule):
         return rest
     if not isinstance(rule, dict) or not isinstance(properties, dict):
         return None
@@ -42,8 +42,7 @@ def spelled_out(schema: dict[str, Any], resolve: Callable[[str], Any]) -> dict[s
 
 def _rule(rule: Any, resolve: Callable[[str], Any]) -> Any:
     """Return the rule at the end of a chain of references; None if the chain is too long or has other
-    keywords.
-    """
+    keywords."""
     for _ in range(_MAX_STEPS):
         if not isinstance(rule, dict) or not isinstance(rule.get("$ref"), str):
             return rule
@@ -67,28 +66,28 @@ def _pattern(rule: dict[str, Any]) -> str | None:
     """Return a pattern of the names if the rule has exactly one constraint, else None."""
     if rule.get("type", "string") != "string":
         return None
-    said = {key: value for key, value in rule.items() if key not in _NOTES}
-    if said.keys() <= {"minLength", "maxLength"}:
+    constraints = {key: value for key, value in rule.items() if key not in _NOTES}
+    if constraints.keys() <= {"minLength", "maxLength"}:
         # Bounds of length count as one constraint.
-        least, most = said.get("minLength", 0), said.get("maxLength", "")
-        if not all(isinstance(one, int) or one == "" for one in (least, most)):
+        least, most = constraints.get("minLength", 0), constraints.get("maxLength", "")
+        if not all(type(one) is int and one >= 0 for one in (least, most) if one != ""):
             return None
         return rf"^[^\u0000]{{{least},{most}}}$"
-    if len(said) != 1:
+    if len(constraints) != 1:
         return None
-    ((key, value),) = said.items()
+    ((key, value),) = constraints.items()
     if key == "pattern" and isinstance(value, str):
         return value
-    if key == "format" and value in FORMATS:
+    if key == "format" and isinstance(value, str) and value in FORMATS:
         return f"^(?:{FORMATS[value]})$"
     return None
 
 
-def _says_nothing(rule: Any) -> bool:
+def _allows_every_name(rule: Any) -> bool:
     """Return True if every name satisfies the rule."""
     if not isinstance(rule, dict) or rule.get("type", "string") != "string":
         return False
-    said = rule.keys() - _NOTES
-    return not said or (
-        said == {"format"} and isinstance(rule["format"], str) and rule["format"] not in FORMATS
+    constraints = rule.keys() - _NOTES
+    return not constraints or (
+        constraints == {"format"} and isinstance(rule["format"], str) and rule["format"] not in FORMATS
     )

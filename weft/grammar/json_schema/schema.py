@@ -65,7 +65,7 @@ _ANNOTATIONS = frozenset(
         "externalDocs",
     ]
 )
-_PLACES = frozenset({"$defs", "definitions"})
+_DEFINITIONS = frozenset({"$defs", "definitions"})
 _COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "maxProperties"})
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _UNSUPPORTED = "is not supported"
@@ -169,7 +169,7 @@ class SchemaReader:
     def read(self) -> Any:
         """Return the rewritten document, with ``$defs`` for the targets of references. Call once.
 
-        Raises InvalidRequest. A loose reader fills ``left_out`` instead, as far as keywords can be left out.
+        Raises InvalidRequest. A loose reader lists unenforceable keywords in ``left_out`` instead.
         """
         result = self._schema(self._document, "")
         while self._unread:
@@ -210,7 +210,7 @@ class SchemaReader:
     def _schema(self, schema: Any, at: str) -> Any:
         """Return one rewritten schema.
 
-        ``at`` is its JSON pointer. Raises InvalidRequest, and Unenforceable unless loose.
+        ``at``: JSON pointer of the schema. Raises InvalidRequest, and Unenforceable unless loose.
         """
         self._count += 1
         if self._count > MAX_SCHEMAS:
@@ -221,7 +221,7 @@ class SchemaReader:
             raise InvalidRequest(f"a JSON schema must be an object or a boolean (at {at or '/'})")
         result: dict[str, Any] = {}
         for key, value in schema.items():
-            if key in _ANNOTATIONS or key in _PLACES or key.startswith("x-"):
+            if key in _ANNOTATIONS or key in _DEFINITIONS or key.startswith("x-"):
                 continue
             try:
                 # ``Unenforceable``: the keyword is valid, but no grammar can enforce the keyword.
@@ -316,7 +316,7 @@ class SchemaReader:
         """
         parts = self._list(value, at)
         self._exclusive.append((value, at))
-        # ``anyOf`` already stands in the schema: both must hold.
+        # If the schema also has ``anyOf``, both lists must hold.
         if "anyOf" in schema:
             return {"": [{"anyOf": parts}]}
         return {"anyOf": parts}
@@ -377,7 +377,7 @@ class SchemaReader:
 
     def _read_items(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         if isinstance(value, list):
-            raise Unenforceable(f"items must be one schema; for a list of them use prefixItems (at {at})")
+            raise Unenforceable(f"items must be one schema; use prefixItems for a list of schemas (at {at})")
         return {"items": self._schema(value, at)}
 
     def _read_prefix_items(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
@@ -396,8 +396,10 @@ class SchemaReader:
     def _read_format(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         """Return the pattern or the bounds of a known format; {} for an unknown format.
 
-        Raises Unenforceable if the backend cannot enforce the pattern.
+        Raises InvalidRequest, or Unenforceable if the backend cannot enforce the pattern.
         """
+        if not isinstance(value, str):
+            raise InvalidRequest(f"format must be a string (at {at})")
         if value in NOTES:
             return {}
         if value in INTEGERS:
@@ -436,8 +438,8 @@ class SchemaReader:
                     stack.append((following, _same_place(self._targets[following])))
 
     def _refuse(self, keyword: str, at: str, why: str) -> Never:
-        whom = f" by {self._keywords.backend}" if why.startswith(_UNSUPPORTED) else ""
-        raise Unenforceable(f"{_step(keyword)} {why}{whom} (at {at or '/'})")
+        backend = f" by {self._keywords.backend}" if why.startswith(_UNSUPPORTED) else ""
+        raise Unenforceable(f"{_step(keyword)} {why}{backend} (at {at or '/'})")
 
 
 def _same_place(schema: Any) -> Iterator[str]:

@@ -30,8 +30,7 @@ def count(value: Any, at: str) -> int:
 
 def bound(value: Any, at: str) -> float:
     """Return ``value`` as a numeric bound. Raises InvalidRequest, or Unenforceable for a value too large or
-    too close to 0.
-    """
+    too close to 0."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InvalidRequest(f"a number is expected (at {at})")
     if abs(value) > MAX_EXACT or (value != 0 and abs(value) < 1e-12):
