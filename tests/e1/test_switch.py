@@ -29,6 +29,7 @@ OTHERS = (
     "latent_rope_cache",
     "latent_rope_cache_fp8",
     "latent_forms",
+    "write_lines",
     "gated",
     "sigmoid_gate",
 )
