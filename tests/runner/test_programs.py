@@ -182,7 +182,7 @@ def test_an_engine_gives_the_same_bits(folder: Path, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["deepseek_v32", "deepseek_v4"])
+@pytest.mark.parametrize("shape", ["deepseek_v32", "deepseek_v4", "glm_dsa"])
 def test_caches_in_8_bits_give_the_same_bits(shape: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, shape)
     made, replayed = _answers(folder, replay=True, kv_cache_dtype="fp8")
