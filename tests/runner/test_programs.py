@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not cpu.load(), reason="the C++ operations are n
 
 FAMILIES = [
     *("qwen2_mixed", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "deepseek_v4"),
-    pytest.param("bamba", marks=pytest.mark.slow),
+    *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("bamba", "glm_dsa")),
 ]
 
 
