@@ -515,7 +515,8 @@ def packed(dtype: torch.dtype, *forms: str) -> None:
         for tile_m in moe.TILES_M:
             ids = torch.zeros(5, 2, dtype=torch.int64)
             made = torch.empty(10, 256, dtype=dtype)
-            moe._product(made, stack, None, made, moe.cut(ids, 4, tile_m), 2, tile_m, True)
+            for gather in (True, False):
+                moe._product(made, stack, None, made, moe.cut(ids, 4, tile_m), 2, tile_m, gather)
 
 
 def words(made: list[dict[str, Any]], *formats: str) -> None:
