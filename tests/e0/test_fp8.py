@@ -18,7 +18,15 @@ from tests.support.slow import mostly_slow
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
-SHAPES = ("qwen3_moe", "qwen2_windowed", "deepseek_v3", "qwen3_next", "deepseek_v32", "deepseek_v4")
+SHAPES = (
+    "qwen3_moe",
+    "qwen2_windowed",
+    "deepseek_v3",
+    "qwen3_next",
+    "deepseek_v32",
+    "deepseek_v4",
+    "glm_dsa",
+)
 PARAMS = TokenParams(temperature=0.8, top_k=20, max_tokens=16)
 
 

@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "module's drafts, deep": {"shape": "mtp", "depth": 2, "speculation": "mtp"},
     "lines in 8 bits": {"shape": "qwen3_moe", "chunk": 16, "cache": "fp8"},
     "sparse latents in 8 bits": {"shape": "deepseek_v32", "chunk": 7, "cache": "fp8"},
+    "sparse latents in 8 bits, shared choices": {"shape": "glm_dsa", "chunk": 7, "cache": "fp8"},
     "compressed entries in 8 bits": {"shape": "deepseek_v4", "chunk": 7, "cache": "fp8"},
     "n-grams": {"shape": "llama", "chunk": 16, "speculation": "ngram"},
 }

@@ -210,6 +210,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("GptOss", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 70}),
     "deepseek_v32": ("DeepseekV32", {**LATENT, **INDEX}),
+    "glm_dsa": ("GlmMoeDsa", {**LATENT, **INDEX, "indexer_types": ["full", "shared", "full"]}),
     "deepseek_v4": (
         "DeepseekV4",
         {

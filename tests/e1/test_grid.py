@@ -208,7 +208,7 @@ OTHERS += [
 ]
 OTHERS += [
     {"model": model, "form": "cpp", "dtype": dtype, "batch": 16, "chunk": chunk, **more}
-    for model in ("deepseek_v32", "deepseek_v4")
+    for model in ("deepseek_v32", "deepseek_v4", "glm_dsa")
     for dtype, chunk, more in (
         ("bfloat16", 16, {"prefix": "hit", "preempt": True}),
         ("bfloat16", 0, {"prefix": "hit", "threads": 2, "sampling": "seeded"}),

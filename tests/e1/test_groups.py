@@ -41,6 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"deterministic": True},
     "deepseek_v32": {},
     "deepseek_v4": {},
+    "glm_dsa": {},
 }
 SUBMITS = [
     submit(
@@ -86,7 +87,7 @@ def bits(engine: EngineCore | FleetEngine, asked: list[Submit]) -> Bits:
 
 
 CASES = [(shape, "auto") for shape in SHAPES]
-CASES += [("deepseek_v32", "fp8"), ("deepseek_v4", "fp8")]
+CASES += [(shape, "fp8") for shape in ("deepseek_v32", "deepseek_v4", "glm_dsa")]
 
 
 @mostly_slow(("shape", "cache"), CASES, [(shape, "auto") for shape in ("llama", "qwen3_next", "deepseek_v3")])

@@ -90,31 +90,39 @@ def test_bits_do_not_depend_on_company(folder: Any, layout: str, model: str, ove
 
 
 @mostly_slow(
-    ("layout", "model"),
+    ("layout", "model", "cache"),
     [
-        ("ep2", "qwen3_moe"),
-        ("dp2ep2", "qwen3_moe"),
-        ("tp2", "deepseek_v4"),
-        pytest.param("tp2", "qwen3_moe", marks=pytest.mark.grid),
-        pytest.param("tp2", "deepseek_v32", marks=pytest.mark.grid),
-        pytest.param("ep2", "deepseek_v3", marks=pytest.mark.grid),
-        pytest.param("tp2dp2", "deepseek_v3", marks=pytest.mark.grid),
-        pytest.param("dp2ep2", "qwen3_next", marks=pytest.mark.grid),
+        ("ep2", "qwen3_moe", "auto"),
+        ("dp2ep2", "qwen3_moe", "auto"),
+        ("tp2", "deepseek_v4", "auto"),
+        ("tp2", "deepseek_v32", "fp8"),
+        ("tp2", "glm_dsa", "fp8"),
+        pytest.param("tp2", "qwen3_moe", "auto", marks=pytest.mark.grid),
+        pytest.param("tp2", "deepseek_v32", "auto", marks=pytest.mark.grid),
+        pytest.param("tp2", "deepseek_v4", "fp8", marks=pytest.mark.grid),
+        pytest.param("tp2", "glm_dsa", "auto", marks=pytest.mark.grid),
+        pytest.param("ep2", "deepseek_v3", "auto", marks=pytest.mark.grid),
+        pytest.param("tp2dp2", "deepseek_v3", "auto", marks=pytest.mark.grid),
+        pytest.param("dp2ep2", "qwen3_next", "auto", marks=pytest.mark.grid),
     ],
-    [("dp2ep2", "qwen3_moe")],
+    [("dp2ep2", "qwen3_moe", "auto")],
 )
-def test_nor_with_the_cpp_operations_and_replayed_steps(folder: Any, layout: str, model: str) -> None:
+def test_nor_with_the_cpp_operations_and_replayed_steps(
+    folder: Any, layout: str, model: str, cache: str
+) -> None:
     """The reference runs eager steps, the batch runs replayed steps."""
-    replicas = _check(folder(model), LAYOUTS[layout], "off", "cpp", replay=True)
+    replicas = _check(folder(model), LAYOUTS[layout], "off", "cpp", cache, replay=True)
     for replica in replicas:
         graphs = replica.runner.graphs
         assert graphs is not None
         assert graphs.replayed > (7 if LAYOUTS[layout].data == 1 else 3)
 
 
-def _check(where: Path, shape: Layout, overlap: str, form: str, **more: Any) -> list[Replica]:
+def _check(
+    where: Path, shape: Layout, overlap: str, form: str, cache: str = "auto", **more: Any
+) -> list[Replica]:
     def make(**options: Any) -> Any:
-        return lambda mesh: _engine(where, mesh, form, **options)
+        return lambda mesh: _engine(where, mesh, form, kv_cache_dtype=cache, **options)
 
     expected: dict[tuple[int, int], list[torch.Tensor]] = {}
     idle: list[list[list[Submit]]] = [[] for _ in range(shape.data - 1)]

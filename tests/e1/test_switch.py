@@ -29,6 +29,7 @@ OTHERS = (
     "latent_rope_cache",
     "latent_rope_cache_fp8",
     "latent_forms",
+    "write_lines",
     "gated",
     "sigmoid_gate",
 )
@@ -53,7 +54,7 @@ def test_attention_without_the_form_is_refused(tmp_path: Path) -> None:
     assert attention.choose("auto", spec, torch.float64, CPU, 16, invariant=True).invariant
 
 
-@pytest.mark.parametrize("shape", ["deepseek_v32", "deepseek_v4"])
+@pytest.mark.parametrize("shape", ["deepseek_v32", "deepseek_v4", "glm_dsa"])
 def test_sparse_attention_has_invariant_forms(shape: str, tmp_path: Path) -> None:
     """Ops that only GPUs run are not asked of a CPU."""
     if not cpu.load():

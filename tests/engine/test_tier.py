@@ -43,6 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"deterministic": True},
     "deepseek_v32": {},
     "deepseek_v4": {},
+    "glm_dsa": {},
 }
 """Shape of ``tests.e1.rig`` -> settings with which the shape is deterministic."""
 PROMPTS = [[(5 * i + 3 * j + j * j * i) % VOCAB for j in range(150 + 21 * i)] for i in range(3)]
@@ -138,7 +139,7 @@ def expected(folder: Path, shape: str, **more: Any) -> Bits:
 
 EIGHT_BITS = {"kv_cache_dtype": "fp8"}
 RESTARTS = [(shape, {}) for shape in SHAPES]
-RESTARTS += [("deepseek_v32", EIGHT_BITS), ("deepseek_v4", EIGHT_BITS)]
+RESTARTS += [(shape, EIGHT_BITS) for shape in ("deepseek_v32", "deepseek_v4", "glm_dsa")]
 
 
 @mostly_slow(("shape", "more"), RESTARTS, [("gpt_oss", {})])

@@ -299,6 +299,19 @@ def around_sparse(heads: int, line: int, lora: int, rope: int, dtype: torch.dtyp
         streams.rotate_neighbours(some, cos, cos)
 
 
+def lines(exact: int, groups: int, sources: int, dtype: torch.dtype, *, coded: int = 0) -> None:
+    """Writes of sparse attention: entries of a window, completed groups, sources of groups.
+
+    exact: elements of an entry behind its codes; groups: elements of a group, wide; sources: of a source.
+    """
+    from weft.ops.triton.eight_bits import write_lines
+
+    rows, wider = torch.zeros(4, dtype=torch.int64), torch.empty(4, 8192, dtype=dtype)
+    write_lines(latent_caches(coded, exact, 64, dtype, coded > 0), rows, wider[:, : coded + exact])
+    write_lines(latent_caches(coded, groups - coded, 64, dtype, coded > 0), rows, torch.empty(4, groups))
+    write_lines((torch.empty(2, 64, sources, dtype=dtype),), rows, wider[:, -sources:])
+
+
 def entries(first: int, lora: int, rope: int, index: tuple[int, int], dtype: torch.dtype) -> None:
     """Entries of latent attention: with a norm of the queries, without, and with the key of an indexer.
 
@@ -502,7 +515,8 @@ def packed(dtype: torch.dtype, *forms: str) -> None:
         for tile_m in moe.TILES_M:
             ids = torch.zeros(5, 2, dtype=torch.int64)
             made = torch.empty(10, 256, dtype=dtype)
-            moe._product(made, stack, None, made, moe.cut(ids, 4, tile_m), 2, tile_m, True)
+            for gather in (True, False):
+                moe._product(made, stack, None, made, moe.cut(ids, 4, tile_m), 2, tile_m, gather)
 
 
 def words(made: list[dict[str, Any]], *formats: str) -> None:
@@ -615,6 +629,8 @@ def others() -> None:
     latent(128, 512, 64, 64, 0, HALF)
     latent(128, 512, 64, 64, 0, HALF, fp8=True)
     entries(1536, 512, 64, (64, 128), HALF)
+    lines(512, 640, 2560, HALF)  # DeepSeek V4
+    lines(64, 640, 2560, HALF, coded=448)
     latent(8, 128, 32, 16, 100, HALF)
     around_sparse(128, 192, 512, 64, HALF)
     sparse(128, 512, 64, (64, 128), 0, 1, 2048, HALF)  # DeepSeek V3.2
@@ -629,6 +645,8 @@ def all_forms() -> None:
     latent(8, 500, 24, 3, 0, FULL, fp8=True)
     latent(128, 512, 64, 64, 0, torch.float16, fp8=True)
     entries(100, 500, 24, (30, 100), FULL)
+    lines(24, 600, 1200, FULL, coded=476)
+    lines(64, 512, 1024, torch.float16, coded=448)
     delta(2, 6, 100, 3, FULL)
     delta(2, 2, 64, 2, HALF)
     mamba(6, 100, 2, 96, 4, FULL, "normed")

@@ -121,21 +121,29 @@ def test_the_op_writes_the_lines_that_the_plain_one_writes(dtype: torch.dtype) -
     assert scales[~where].isnan().all(), "nothing else was touched"
 
 
-def _check_the_same_bits(op: Callable[..., torch.Tensor], dtype: torch.dtype, dim: int, device: str) -> None:
-    """The heads are not rotated, so only the lines are computed; the lines contain every code."""
-    torch.manual_seed(3)
-    heads, kv_heads, block, tokens = 2, 3, 4, 80
-    lines = torch.randn(tokens, heads + 2 * kv_heads, dim) * torch.logspace(-30, 30, tokens)[:, None, None]
+def _hard_lines(each: int, dim: int) -> torch.Tensor:
+    """Return lines float32 [80, each, dim] with every code, of all sizes. Lines [8, 3] and [9, 6] are not
+    finite."""
+    tokens = 80
+    lines = torch.randn(tokens, each, dim) * torch.logspace(-30, 30, tokens)[:, None, None]
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     codes = torch.cat((every, every * 1.0625, every * 0.984))
-    lines[30:80] = codes[torch.randint(0, len(codes), lines[30:80].shape)]
+    lines[30:] = codes[torch.randint(0, len(codes), lines[30:].shape)]
     lines = lines.nan_to_num(3.0)
     lines[5] = 0
     lines[6, :, 3] = 448 * 2.0**-4
     lines[7, :, 3] = 450 * 2.0**-4
-    lines[8, heads + 1, 4] = math.nan
-    lines[9, heads + 4, 5] = -math.inf
+    lines[8, 3, 4] = math.nan
+    lines[9, 6, 5] = -math.inf
     lines[10] *= 1e-9  # denormal numbers of float32
+    return lines
+
+
+def _check_the_same_bits(op: Callable[..., torch.Tensor], dtype: torch.dtype, dim: int, device: str) -> None:
+    """The heads are not rotated, so only the lines are computed; the lines contain every code."""
+    torch.manual_seed(3)
+    heads, kv_heads, block, tokens = 2, 3, 4, 80
+    lines = _hard_lines(heads + 2 * kv_heads, dim)
     qkv = lines.view(tokens, -1).to(dtype).to(device)
     writes = (torch.randperm(60 * block)[:tokens] + block).to(device)
     angles = (torch.ones(tokens, 4, device=device), torch.zeros(tokens, 4, device=device))
@@ -210,3 +218,45 @@ def test_the_kernel_writes_latents_by_the_same_rule(dtype: torch.dtype, normed: 
     others[writes] = False
     assert (scales.view(-1)[others] == -1).all(), "nothing else was touched"
     assert not codes[others].any()
+
+
+@runs
+@mostly_slow(
+    ("dtype", "wide"),
+    [*((dtype, False) for dtype in DTYPES[1:]), *((dtype, True) for dtype in DTYPES[2:])],
+    [(torch.bfloat16, False), (torch.float16, True)],
+    ids=str,
+)
+@pytest.mark.parametrize("coded", [0, 36])
+def test_the_kernel_writes_whole_lines_with_the_same_bits(
+    dtype: torch.dtype, wide: bool, coded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines are parts of wider rows, in the dtype of the cache or in float32. Exact elements take several
+    rounds. Other places stay as they are."""
+    from weft.ops.triton import eight_bits
+
+    monkeypatch.setattr(eight_bits, "STEP", 8)
+    torch.manual_seed(5)
+    width, places = 57, torch.randperm(6 * 50)
+    lines = _hard_lines(7, width + 5).view(-1, width + 5)[::5].to(dtype)
+    lines[::9, 50] = -448 * 2.0**-4
+    # Rounding to the cache's dtype comes first: it removes the factor, and ties of codes are ties again.
+    lines = (lines.float() * (1 + 2.0**-13) if wide else lines).to(DEVICE)[:, 2 : width + 2]
+    rows = places[: len(lines)].to(DEVICE)
+    made = []
+    for run in (kv_fp8.write_lines, eight_bits.write_lines):
+        exact = torch.full((6, 50, width - coded), 7.0, dtype=dtype, device=DEVICE)
+        codes = torch.full((6, 50, coded), 7.0, device=DEVICE).to(torch.float8_e4m3fn)
+        caches = (codes, torch.full((6, 50), 7.0, device=DEVICE), exact)[0 if coded else 2 :]
+        run(caches, rows, lines)
+        made.append(caches)
+    wanted, found = made
+    assert torch.equal(found[-1].view(torch.uint8), wanted[-1].view(torch.uint8))
+    if coded:
+        assert torch.equal(found[1].isnan(), wanted[1].isnan())
+        finite = ~found[1].isnan()
+        assert torch.equal(found[1][finite], wanted[1][finite])
+        assert torch.equal(found[0].view(torch.uint8)[finite], wanted[0].view(torch.uint8)[finite])
+        assert len(found[0].view(torch.uint8)[finite].unique()) > 240
+    untouched = places[len(lines) :]
+    assert (found[-1].view(-1, width - coded)[untouched] == 7).all()

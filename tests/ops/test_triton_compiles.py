@@ -43,7 +43,7 @@ PACKED = {"_coded", "_add_parts", "_dequantize", "_grouped_codes"}
 FEW = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_sigmoid_gate", "_attend", "_merge"}
 SPARSE = {
     *("_index_scores", "_choose", "_attend_lines", "_head_product"),
-    *("_mix_streams", "_add_streams", "_rotate_neighbours"),
+    *("_mix_streams", "_add_streams", "_rotate_neighbours", "_write_lines"),
 }
 DRAWS = {"_tops", "_limit", "_score", "_finish"}
 ALL = ATTENTION | MIXERS | LAYERS | ROUTING | ADAPTERS | PACKED | DRAWS | SPARSE | {"_meet"}

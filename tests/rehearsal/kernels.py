@@ -141,6 +141,20 @@ def _latent_caches(given: Given, lines: int, dtype: torch.dtype) -> None:
         given.array("scales_ptr", lines, *WIDE)
 
 
+def _write_lines(given: Given) -> None:
+    lines, width = given.grid[0], given.CODED + given.EXACT
+    given.powers("CODED_P2", "STEP")
+    given.need(given.CODED <= given.CODED_P2, "elements are left out")
+    given.need(given.lines_ptr.stride() == (given.stride, 1), "rows of lines lie otherwise")
+    given.reach("lines_ptr", (lines - 1) * given.stride + width, *HALF, aligned=False)
+    given.reach("rows_ptr", lines, torch.int64, aligned=False)
+    places = given.exact_ptr.numel() // given.EXACT
+    given.array("exact_ptr", places * given.EXACT, *HALF)
+    if given.CODED:
+        given.array("codes_ptr", places * given.CODED, torch.uint8)
+        given.array("scales_ptr", places, *WIDE)
+
+
 def _rows_of_lists(given: Given) -> int:
     """Check the row arguments of the kernels of sparse attention. Return the number of rows."""
     rows = given.offsets_ptr.numel() - 1
@@ -909,6 +923,12 @@ CONTRACTS = (
         _attend_latent,
         ("out_ptr", "lse_ptr"),
         (("lse_ptr", "SPLIT"), ("scales_ptr", "FP8")),
+    ),
+    Contract(
+        "eight_bits",
+        _write_lines,
+        ("codes_ptr", "scales_ptr", "exact_ptr"),
+        (("codes_ptr", "CODED"), ("scales_ptr", "CODED")),
     ),
     Contract("choice", _index_scores, ("scores_ptr",), (("cos_ptr", "HALF"), ("sin_ptr", "HALF"))),
     Contract("choice", _choose, ("chosen_ptr",)),

@@ -81,9 +81,9 @@ STEP = 25 + DRAW
 """Kernels outside of the layers: positions, angles, embedding, last norm, head, copies, draw."""
 GROUP = 7
 """Kernels of a further KV cache group: places of the entries, block tables, tiles."""
-SPARSE = {"deepseek-v32": 15.34, "glm-dsa": 14.5, "deepseek-v4": 112.5}
+SPARSE = {"deepseek-v32": 15.34, "glm-dsa": 14.5, "deepseek-v4": 109.75}
 """Limits of sparse attention. An indexer takes two kernels: scores and the choice. The groups' entries of
-DeepSeek V4 are written by torch operations."""
+DeepSeek V4 are pooled by torch operations."""
 MIXERS = {
     "nemotron-h-dense": 9,
     "nemotron-h-moe": 13.25,
@@ -134,27 +134,16 @@ def test_kernels_of_sums_over_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek-v32", "glm-dsa"])
-def test_latents_in_8_bits_add_no_kernel(
+@pytest.mark.parametrize("name", ["deepseek_v3", *SPARSE])
+def test_entries_in_8_bits_add_no_kernel(
     name: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, _ = captured(name, folder_of, monkeypatch)
     monkeypatch.undo()
     found, _ = captured(name, folder_of, monkeypatch, kv_cache_dtype="fp8")
-    assert found == plain
-
-
-@pytest.mark.slow
-def test_entries_of_deepseek_v4_in_8_bits_are_quantized_by_torch(
-    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of the seven writes in four layers takes 22 more kernels."""
-    plain, layers = captured("deepseek-v4", folder_of, monkeypatch)
-    monkeypatch.undo()
-    found, _ = captured("deepseek-v4", folder_of, monkeypatch, kv_cache_dtype="fp8")
-    assert layers == 4
-    assert found["frexp"] == 7
-    assert sum((found - plain).values()) == 22 * 7
+    # Keys in other tiles may need no merge of splits.
+    assert plain - found in ({}, {"_merge": plain["_merge"]})
+    assert not found - plain, found - plain
 
 
 @pytest.mark.slow

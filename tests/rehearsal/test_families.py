@@ -69,6 +69,7 @@ KERNELS = {
     "falcon_h1": {"_mamba_states", "_mamba_outputs"},
     "lfm2": {"_short_conv"},
     "lfm2-moe": {"_short_conv"},
+    "deepseek-v4": {"_attend_lines", "_write_lines"},
 }
 """Kernels that a family must launch; other families of the test have sparse attention."""
 
@@ -106,29 +107,31 @@ def test_values_are_those_of_a_cpu(name: str, folder_of: Any, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("name", "drafts"),
+    ("name", "drafts", "cache"),
     [
-        ("llama", 0),
-        ("llama", 3),
-        ("deepseek-v32", 0),
-        ("deepseek-v32", 3),
-        ("glm-dsa", 0),
-        ("deepseek-v4", 0),
-        ("nemotron-h-dense", 0),
-        ("nemotron-h-dense", 3),
-        ("nemotron-h-moe", 0),
-        ("falcon_h1", 0),
-        ("lfm2", 0),
-        ("lfm2-moe", 3),
+        ("llama", 0, "auto"),
+        ("llama", 3, "auto"),
+        ("deepseek-v32", 0, "auto"),
+        ("deepseek-v32", 3, "auto"),
+        ("glm-dsa", 0, "auto"),
+        ("glm-dsa", 0, "fp8"),
+        ("deepseek-v4", 0, "auto"),
+        ("deepseek-v4", 0, "fp8"),
+        ("nemotron-h-dense", 0, "auto"),
+        ("nemotron-h-dense", 3, "auto"),
+        ("nemotron-h-moe", 0, "auto"),
+        ("falcon_h1", 0, "auto"),
+        ("lfm2", 0, "auto"),
+        ("lfm2-moe", 3, "auto"),
     ],
 )
 def test_graphs_of_kernels_give_the_tokens_of_a_cpu(
-    name: str, drafts: int, folder_of: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, drafts: int, cache: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 with Triton's interpreter: a replay runs the captured calls again in the same memory."""
     if not interpreting():
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1")
-    settings: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "1M"}
+    settings: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "1M", "kv_cache_dtype": cache}
     turns = rig.short()
     if drafts:
         settings |= {"speculative_method": "ngram", "num_speculative_tokens": drafts, "max_model_len": 48}

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not cpu.load(), reason="the C++ operations are n
 
 FAMILIES = [
     *("qwen2_mixed", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "deepseek_v4"),
-    pytest.param("bamba", marks=pytest.mark.slow),
+    *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("bamba", "glm_dsa")),
 ]
 
 
@@ -182,7 +182,7 @@ def test_an_engine_gives_the_same_bits(folder: Path, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["deepseek_v32", "deepseek_v4"])
+@pytest.mark.parametrize("shape", ["deepseek_v32", "deepseek_v4", "glm_dsa"])
 def test_caches_in_8_bits_give_the_same_bits(shape: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, shape)
     made, replayed = _answers(folder, replay=True, kv_cache_dtype="fp8")

@@ -225,6 +225,12 @@ def _deepseek_v32() -> tuple[str, dict[str, Any]]:
     return "DeepseekV32", {**latent, "index_n_heads": 16, "index_head_dim": 12, "index_topk": 7}
 
 
+def _glm_dsa() -> tuple[str, dict[str, Any]]:
+    """Every second layer uses the choice of the layer before."""
+    types = ["full", "shared", "full"]
+    return "GlmMoeDsa", {**_deepseek_v32()[1], "num_hidden_layers": len(types), "indexer_types": types}
+
+
 def _deepseek_v4() -> tuple[str, dict[str, Any]]:
     layers = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
     return "DeepseekV4", {
@@ -275,6 +281,7 @@ SHAPES = {
     "deepseek_v3": _deepseek_v3,
     "falcon_h1": _falcon_h1,
     "falcon_mamba": _falcon_mamba,
+    "glm_dsa": _glm_dsa,
     "jamba": _jamba,
     "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,
@@ -293,7 +300,7 @@ def make_checkpoint(folder: Path, shape: str, seed: int = 0) -> Path:
     config = getattr(transformers, f"{family}Config")(**settings)
     config.use_cache = True
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float64)
-    if shape in ("deepseek_v32", "deepseek_v4"):
+    if shape in ("deepseek_v32", "deepseek_v4", "glm_dsa"):
         spread(model)
     target = folder / shape
     model.save_pretrained(target)

@@ -118,6 +118,7 @@ def _power_of_two(power: Tensor) -> Tensor:
     return ((power.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
+register("write_lines", Implementation(name="torch", run=write_lines, invariant=True))
 register(
     "qkv_rope_cache_fp8",
     Implementation(name="torch", run=qkv_rope_cache_fp8, invariant=True, devices=("cpu",)),

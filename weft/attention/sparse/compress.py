@@ -21,7 +21,6 @@ from weft.attention.base import SegmentInput, StepInput
 from weft.attention.sparse.sparse import places
 from weft.layers.build import Build, Packs
 from weft.layers.rope import Rope
-from weft.ops import kv_fp8
 from weft.ops.sparse_ops import pool
 from weft.ops.upload import upload
 
@@ -153,6 +152,7 @@ class Compressor(Packs):
         self._eps = eps
         self._norm = build.op("rms_norm", wide=True).run
         self._rotate = build.op("rotate_neighbours", wide=True).run
+        self._write_lines = build.op("write_lines").run
         self._bias: Tensor = torch.empty(0)
 
     def pack(self) -> None:
@@ -184,7 +184,7 @@ class Compressor(Packs):
                 normed = self._norm(vector.contiguous(), norm, self._eps).unsqueeze(1)
                 made.append(self._rotate(normed, cos[part], sin[part]).squeeze(1))
             entry = torch.cat(made, dim=1) if len(made) > 1 else made[0]
-            kv_fp8.write_lines(groups, completed.writes[part], entry)
+            self._write_lines(groups, completed.writes[part], entry)
 
     def _by_token(self, sources: Tensor, groups: tuple[Tensor, ...], completed: ByToken) -> None:
         """Write the completed groups with the compiled operation, which finds the groups token by token."""

@@ -25,7 +25,6 @@ from weft.layers.build import Build, Layer, Packs
 from weft.layers.dense import Linear, RMSNorm, RowLinear
 from weft.layers.pending_codes import take_codes
 from weft.layers.shard import Shard, joined, whole
-from weft.ops import kv_fp8
 
 Tensor = torch.Tensor
 
@@ -153,6 +152,7 @@ class SparseAttention(Layer):
         self._unit = torch.ones(spec.head_dim, dtype=build.dtype, device=build.device)
         self._norm = build.op("rms_norm").run
         self._rotate = build.op("rotate_neighbours").run
+        self._write_lines = build.op("write_lines").run
         self._eps = spec.norm_eps
         self._wide = build.wide
 
@@ -195,7 +195,7 @@ class SparseAttention(Layer):
         entry = self._rotate(self.line_norm(entry.contiguous()).unsqueeze(1), *mine.angles).squeeze(1)
         entries = [entry, sources] if self.compressor is not None else [entry]
         for kind, new in zip(self._kinds, entries, strict=False):
-            kv_fp8.write_lines(caches[kind], step.writes[kind], new)
+            self._write_lines(caches[kind], step.writes[kind], new)
         if self.compressor is not None and mine.completed is not None:
             self.compressor(caches[self._kinds[1]][0], caches[self._kinds[2]], mine.completed)
 

@@ -10,7 +10,7 @@
     scaled           products in FP8 by name
     streams          hyper-connections, rotation of neighbours
     draw             tokens from logits, for ``weft.ops.draw``
-    eight_bits       KV cache entries in 8 bits inside kernels
+    eight_bits       KV cache entries in 8 bits inside kernels, and writes of whole lines
     attention, latent           paged attention, latent attention
     delta, mamba, causal        gated delta net, Mamba2, short convolution
 
@@ -149,6 +149,7 @@ for _op in ("latent_rope_cache", "latent_rope_cache_fp8"):
     _offer(_op, "latent", _op, invariant=True, priority=FAST)
 for _op in ("mix_streams", "add_streams", "rotate_neighbours"):
     _offer(_op, "streams", _op, invariant=True, priority=FAST)
+_offer("write_lines", "eight_bits", "write_lines", invariant=True, priority=FAST)
 _offer("entry_writer", "latent", "entry_writer", invariant=True, priority=FAST)
 _offer("head_product_into", "indexed", "head_product_into", invariant=True, priority=FALLBACK)
 _offer("low_rank", "low_rank", "low_rank", invariant=True, priority=FAST)

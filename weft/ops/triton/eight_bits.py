@@ -1,4 +1,5 @@
-"""KV cache entries in 8 bits inside kernels: the rule of ``weft.ops.kv_fp8``, with equal bits.
+"""KV cache entries in 8 bits inside kernels: the rule of ``weft.ops.kv_fp8``, with equal bits, and
+writes of whole lines.
 
 Conversions use integer operations, not instructions of the GPU, so that GPUs without FP8 (Ampere) and
 Triton's interpreter round in the same way.
@@ -10,7 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.ops.triton.forms import power
 from weft.ops.triton.unpacking import halves
+
+STEP = 1024
+"""Maximum exact elements that ``write_lines`` copies at once."""
 
 
 def tensors_of(caches: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -74,3 +79,55 @@ def entries(codes, scales, TYPE: tl.constexpr):
         made = tl.where(made > 65504.0, 65504.0, made)
         made = tl.where(made < -65504.0, -65504.0, made)
     return made.to(TYPE)
+
+
+# --- whole lines ---
+
+
+# A segment's places lie anywhere in a step's places. Do not compile a program per alignment.
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
+def _write_lines(
+    lines_ptr,  # [N, CODED + EXACT] of wider rows
+    rows_ptr,  # int64 [N]
+    codes_ptr,  # uint8 [blocks * BLOCK, CODED], with CODED
+    scales_ptr,  # float32 [blocks * BLOCK], with CODED
+    exact_ptr,  # [blocks * BLOCK, EXACT]
+    stride,
+    CODED: tl.constexpr,
+    CODED_P2: tl.constexpr,
+    EXACT: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Write one line: codes and scale of its first CODED elements, and all other elements as they are."""
+    line_ptr = lines_ptr + tl.program_id(0).to(tl.int64) * stride
+    row = tl.load(rows_ptr + tl.program_id(0))
+    narrow = exact_ptr.dtype.element_ty
+    if CODED > 0:
+        dims = tl.arange(0, CODED_P2)
+        # The codes are those of the line in the dtype of the cache.
+        front = tl.load(line_ptr + dims, mask=dims < CODED, other=0.0).to(narrow).to(tl.float32)
+        factor, scale = powers(tl.max(magnitudes(front), 0))
+        tl.store(scales_ptr + row, scale)
+        tl.store(codes_ptr + row * CODED + dims, coded(front * factor), mask=dims < CODED)
+    for first in range(0, EXACT, STEP):
+        at = first + tl.arange(0, STEP)
+        behind = tl.load(line_ptr + CODED + at, mask=at < EXACT, other=0.0)
+        tl.store(exact_ptr + row * EXACT + at, behind.to(narrow), mask=at < EXACT)
+
+
+def write_lines(caches: tuple[torch.Tensor, ...], rows: torch.Tensor, lines: torch.Tensor) -> None:
+    """Compute ``kv_fp8.write_lines`` in one pass. Rows of ``lines`` may lie apart."""
+    assert lines.stride(1) == 1, "elements of a line are contiguous"
+    codes, scales, exact = tensors_of(caches)
+    coded_dims = codes.shape[2] if len(caches) > 1 else 0
+    assert lines.shape[1] == coded_dims + exact.shape[2], "a line is codes and exact elements"
+    if not len(lines):
+        return
+    _write_lines[(len(lines),)](
+        *(lines, rows, codes, scales, exact, lines.stride(0)),
+        CODED=coded_dims,
+        CODED_P2=power(max(1, coded_dims)),
+        EXACT=exact.shape[2],
+        STEP=min(STEP, power(exact.shape[2])),
+        num_warps=4,
+    )

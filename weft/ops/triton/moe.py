@@ -50,6 +50,9 @@ TILES_M = (16, 64)
 TILE_N, TILE_K, TILE_K_EXACT = 64, 64, 32
 COLUMNS = 1024
 """Maximum columns of one program of ``_combine``."""
+CODE_FORMS = {16: coded.NARROW, 64: replace(coded.MIDDLE, tile_n=64)}
+"""Slots of a tile -> form of a product with codes. 64 slots and 128 outputs spill registers on Ampere and
+Blackwell."""
 
 
 @triton.jit
@@ -241,7 +244,7 @@ def _product_of_codes(
 ) -> None:
     """Write the product of each slot and its expert's codes to ``out``; see ``_product``."""
     experts, outputs, inputs = weight.shape
-    form = replace(coded.NARROW if tile_m == TILES_M[0] else coded.MIDDLE, tile_m=tile_m)
+    form = CODE_FORMS[tile_m]
     _grouped_codes[(len(tiles.experts), triton.cdiv(outputs, form.tile_n))](
         x_ptr=x,
         bias_ptr=x if bias is None else bias,
