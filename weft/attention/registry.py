@@ -53,6 +53,7 @@ MAMBA.add("triton-invariant", "weft.attention.mamba.mamba_triton:TritonInvariant
 MAMBA.add("invariant", "weft.attention.mamba.mamba_torch:InvariantMamba")
 
 MAMBA1: Registry[type[Backend]] = Registry("Mamba 1 backend")
+MAMBA1.add("cpu", "weft.attention.mamba1.mamba1_cpu:CpuMamba1")
 MAMBA1.add("torch", "weft.attention.mamba1.mamba1_torch:TorchMamba1")
 
 #: Backends of each form, by name.
@@ -84,7 +85,7 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
         "cpu": ("cpu", "torch", "invariant"),
         "cuda": ("triton", "triton-invariant", "torch", "invariant"),
     },
-    "mamba1": {"cpu": ("torch",), "cuda": ("torch",)},
+    "mamba1": {"cpu": ("cpu", "torch"), "cuda": ("torch",)},
 }
 
 

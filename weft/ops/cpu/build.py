@@ -70,6 +70,7 @@ SECONDS = {
     "attention.cpp": 4,
     "delta.cpp": 4,
     "mamba.cpp": 4,
+    "mamba1.cpp": 3,
     "low_rank.cpp": 3,
     "attend_engines.cpp": 2,
     "sampling.cpp": 2,
