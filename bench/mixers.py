@@ -3,7 +3,8 @@
 python -m bench.mixers [--dtype bfloat16] [--threads 1] [--repeat 7] [--form all]
 
 Mamba2: 128 heads of 64 x 128, 8 groups (Nemotron-H 8B). Mamba 1: 8,192 channels, states of 16 (Falcon Mamba
-7B). Short convolution: 2,048 channels, 3 taps (LFM2 1.2B). One layer, without its projections. Times are minima of interleaved repetitions.
+7B). Short convolution: 2,048 channels, 3 taps (LFM2 1.2B). One layer, without its projections. Times are
+minima of interleaved repetitions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Mamba2 and Mamba 1 of the CPU extension: against the definition in float64, and equal bits however work is divided."""
+"""Mamba2 and Mamba 1 of the CPU extension: against the definition in float64, and equal bits however work is
+divided.
+"""
 
 from __future__ import annotations
 
@@ -225,7 +227,9 @@ def test_a_norm_of_several_ranks_gets_the_output_before_the_norm(dtype: torch.dt
         (MAMBA, torch.float32, "cuda", "cuda"),
     ],
 )
-def test_what_the_cpu_form_of_mamba2_lacks(shape: MambaSpec, dtype: torch.dtype, device: str, lacking: str) -> None:
+def test_what_the_cpu_form_of_mamba2_lacks(
+    shape: MambaSpec, dtype: torch.dtype, device: str, lacking: str
+) -> None:
     model = model_spec(layers=1, mamba=shape, caches=(mamba_cache(shape),))
     with pytest.raises(ConfigError, match=lacking):
         CpuMamba().check(model.caches[0], model, 64, dtype, torch.device(device))

@@ -59,11 +59,11 @@ class ConvolutionWorker {
   // Channels at .. at + size of a head. from, to: copy of the state, counted over all slots; from -1: zeros.
   void block(int64_t first, int tokens, int head, int64_t at, int size, int64_t from, int64_t to) {
     const int64_t channel = head * c_.dim + at, lines = (K - 1) * c_.dim;
-    convolve<K, T>({c_.x + first * c_.stride + channel, c_.stride, c_.taps + channel, c_.heads * c_.dim,
-                    c_.bias ? c_.bias + channel : nullptr,
-                    from < 0 ? nullptr : c_.state + (from * c_.heads + head) * lines + at,
-                    c_.state + (to * c_.heads + head) * lines + at, c_.dim},
-                   tokens, size, made_, kBlock);
+    convolve<K, T>(
+        {c_.x + first * c_.stride + channel, c_.stride, c_.taps + channel, c_.heads * c_.dim,
+         c_.bias ? c_.bias + channel : nullptr, from < 0 ? nullptr : c_.state + (from * c_.heads + head) * lines + at,
+         c_.state + (to * c_.heads + head) * lines + at, c_.dim},
+        tokens, size, made_, kBlock);
     for (int t = 0; t < tokens; ++t) {
       T* out = c_.out + (first + t) * c_.out_stride + channel;
       in_steps(size, [&](int64_t i, int n) { put(out + i, load(made_ + t * kBlock + i), n); });
@@ -200,8 +200,8 @@ class ScanWorker {
   }
 
   const ScanCall<T>& c_;
-  float *b_, *c_line_;    // [kPanel, state]
-  float *dt_, *u_, *y_;   // [tokens, channels of a block in whole vectors]
+  float *b_, *c_line_;   // [kPanel, state]
+  float *dt_, *u_, *y_;  // [tokens, channels of a block in whole vectors]
 };
 
 }  // namespace
