@@ -90,6 +90,8 @@ MIXERS = {
     "nemotron-h-latent": 25,
     "granite-hybrid-dense": 13,
     "falcon_h1": 28,
+    "falcon_mamba": 1,
+    "jamba": 1,
     "lfm2": 8.75,
 }
 """Limits of families with Mamba2 (two kernels) or short convolutions (one). Factors of Granite and Falcon-H1

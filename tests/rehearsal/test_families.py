@@ -67,6 +67,8 @@ KERNELS = {
     "nemotron-h-dense": {"_mamba_states", "_mamba_outputs"},
     "nemotron-h-moe": {"_mamba_states", "_mamba_outputs", "_grouped"},
     "falcon_h1": {"_mamba_states", "_mamba_outputs"},
+    "jamba": {"_mamba1_states", "_short_conv"},
+    "falcon_mamba": {"_mamba1_states", "_short_conv"},
     "lfm2": {"_short_conv"},
     "lfm2-moe": {"_short_conv"},
 }
@@ -118,6 +120,8 @@ def test_values_are_those_of_a_cpu(name: str, folder_of: Any, monkeypatch: pytes
         ("nemotron-h-dense", 3),
         ("nemotron-h-moe", 0),
         ("falcon_h1", 0),
+        ("falcon_mamba", 0),
+        ("jamba", 3),
         ("lfm2", 0),
         ("lfm2-moe", 3),
     ],
