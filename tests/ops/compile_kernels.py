@@ -480,9 +480,7 @@ def mamba1(heads: int, dim: int, state: int, taps: int, dtype: torch.dtype) -> N
     past, states = torch.empty(5, 2, heads, taps - 1, dim, dtype=dtype), torch.empty(5, 2, heads, state, dim)
     channels = [torch.empty(inner) for _ in range(3)]
     for each in (False, True):
-        causal.run(
-            x, out, past, torch.empty(taps, inner), channels[0], rows, most=1, each=each, gated=False
-        )
+        causal.run(x, out, past, torch.empty(taps, inner), channels[0], rows, most=1, each=each, gated=False)
         weights = (torch.empty(heads, state, dim), channels[1], channels[2])
         mamba.scan((out, steps, b, b.clone(), z), out.clone(), states, weights, rows, each=each)
 
