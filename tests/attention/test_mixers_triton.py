@@ -1,5 +1,5 @@
-"""Triton kernels of Mamba2, Mamba 1 and short convolutions in the interpreter: against the definition in float64, and
-equal bits.
+"""Triton kernels of Mamba2, Mamba 1 and short convolutions in the interpreter: against the definition in
+float64, and equal bits.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ def test_kernels_are_close_to_float64(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_long_rows(name: str) -> None:
-    """Short convolutions and Mamba 1 by the kernels; longer rows of Mamba2 by torch, between segments of the kernels."""
+    """Short convolutions and Mamba 1 by the kernels; longer rows of Mamba2 by torch, between segments of the
+    kernels.
+    """
     scene = Scene(SPECS[name], torch.float32, lengths=[100, 66])
     backend = backends_of(scene.spec)[0]
     for counts in ((3, 64), (70, 1), (25, 1)):

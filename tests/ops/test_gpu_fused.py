@@ -312,7 +312,7 @@ def test_state_mixers(name: str, counts: list[int], each: bool) -> None:
         found.append((mixer_step(backend.run, scene, rows, each), scene.state))
     (wanted, states), (made, own), (alone, _) = found
     assert near(made, wanted, 2e-2)
-    # Mamba 1 rounds the convolution before the recurrence: sums of other orders may round to other neighbours.
+    # Mamba 1 rounds the convolution before the recurrence. Sums in other orders may round otherwise.
     limit = 2e-2 if isinstance(spec, Mamba1Spec) else 1e-4
     for one, other in zip(own, states, strict=True):
         assert torch.equal(one.isnan(), other.isnan())

@@ -94,9 +94,9 @@ MIXERS = {
     "jamba": 17,
     "lfm2": 8.75,
 }
-"""Limits of families with Mamba2 or Mamba 1 (two kernels), or short convolutions (one). Factors of Granite and
-Falcon-H1 are separate kernels, and so is the gate of Falcon-H1's feed-forward. The activation of experts without
-a gate takes two kernels, and so do norms and copies of the inputs of Mamba 1's recurrence: three each."""
+"""Limits of families with Mamba2 or Mamba 1 (two kernels), or short convolutions (one). Factors of Granite
+and Falcon-H1 are separate kernels, and so is the gate of Falcon-H1's feed-forward. The activation of experts
+without a gate takes two kernels. Time step vector, B and C of Mamba 1 take six kernels for copies and norms."""
 LIMITS = {
     **SPARSE,
     **MIXERS,

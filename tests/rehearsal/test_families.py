@@ -120,7 +120,6 @@ def test_values_are_those_of_a_cpu(name: str, folder_of: Any, monkeypatch: pytes
         ("nemotron-h-moe", 0),
         ("falcon_h1", 0),
         ("falcon_mamba", 0),
-        ("falcon_mamba", 3),
         ("lfm2", 0),
         ("lfm2-moe", 3),
     ],

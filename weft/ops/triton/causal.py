@@ -223,9 +223,9 @@ def run(
 ) -> None:
     """Compute ``ConvBackend.run``, or ``Mamba1Backend.convolve`` without gates, for any tokens per row.
 
-    inputs: [T, B | C | x]; [T, x] without ``gated``. state: [slots, copies, heads, taps - 1, dim]. taps: float32 [taps, channels]; bias:
-    float32 [channels]. rows: offsets int32 [R + 1], starts, slots, live int64 [R]. most: upper bound of the
-    tokens of a row.
+    inputs: [T, B | C | x]; [T, x] without ``gated``. state: [slots, copies, heads, taps - 1, dim]. taps:
+    float32 [taps, channels]; bias: float32 [channels]. rows: offsets int32 [R + 1], starts, slots, live int64
+    [R]. most: upper bound of the tokens of a row.
     """
     for part in (state, inputs.unsqueeze(0), out.unsqueeze(0)):
         assert part[0, 0].is_contiguous(), "rows and heads are contiguous"

@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 TILE = 32
 """Rows of a head's state, or channels of Mamba 1, in one program."""
 MOST_STATE, MOST_TAPS = 256, 8
-"""Maximum elements of B and C, and taps of Mamba2's convolution, for which the registers of a program suffice."""
+"""Maximum elements of B and C, and taps of Mamba2, for which the registers of a program suffice."""
 NORM_BLOCK = 8192
 """Maximum number of channels of a norm that a program loads at a time."""
 
@@ -363,7 +363,7 @@ def _mamba1_states(
     TILE: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """Advance the states of TILE channels of one head by the tokens of one row, and write the gated outputs."""
+    """Advance the states of TILE channels of one head by the tokens of one row. Write the gated outputs."""
     token, count, start, slot, live = row_of(tl.program_id(0), offsets_ptr, starts_ptr, slots_ptr, live_ptr)
     if count == 0:
         return
