@@ -96,7 +96,7 @@ MIXERS = {
 }
 """Limits of families with Mamba2 or Mamba 1 (two kernels), or short convolutions (one). Factors of Granite
 and Falcon-H1 are separate kernels, and so is the gate of Falcon-H1's feed-forward. The activation of experts
-without a gate takes two kernels. Time step vector, B and C of Mamba 1 take six kernels for copies and norms."""
+without a gate takes two kernels. Copies and norms take six kernels of a Mamba 1 with norms."""
 LIMITS = {
     **SPARSE,
     **MIXERS,
