@@ -20,7 +20,7 @@ from weft.attention.conv.conv_torch import TorchConv
 from weft.attention.mamba.mamba_backend import MambaInput, MambaWeights
 from weft.attention.mamba.mamba_torch import ROWS, InvariantMamba, TorchMamba
 from weft.attention.mamba1 import mamba1_torch
-from weft.attention.mamba1.mamba1_backend import Mamba1Input, Mamba1Weights, Selected
+from weft.attention.mamba1.mamba1_backend import Mamba1Backend, Mamba1Input, Mamba1Weights, Selected
 from weft.attention.mamba1.mamba1_torch import TorchMamba1
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
@@ -50,7 +50,7 @@ SPECS = {
 }
 
 
-class WholeMamba1(TorchMamba1):
+class Whole(Mamba1Backend):
     """Both parts of the core on inputs [T, x | steps | B | C | z], without projections in between."""
 
     def run(self, inputs: Tensor, out: Tensor, mamba: Mamba1Input) -> None:
@@ -59,6 +59,10 @@ class WholeMamba1(TorchMamba1):
         convolved = torch.full_like(out, NAN)
         self.convolve(x, convolved, mamba)
         self.scan(Selected(convolved, *others), out, mamba)
+
+
+class WholeMamba1(Whole, TorchMamba1):
+    """Both parts in torch."""
 
 
 @dataclass

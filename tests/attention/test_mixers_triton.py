@@ -1,5 +1,5 @@
-"""Triton kernels of Mamba2 and short convolutions in the interpreter: against the definition in float64, and
-equal bits.
+"""Triton kernels of Mamba2, Mamba 1 and short convolutions in the interpreter: against the definition in
+float64, and equal bits.
 """
 
 from __future__ import annotations
@@ -12,17 +12,29 @@ import pytest
 import torch
 
 from tests.attention.state_copies import check_written
-from tests.attention.test_mixers import CONV, MAMBA, NO_NORM, ONE_GROUP, SHORT_CONV, Scene, expected
+from tests.attention.test_mixers import (
+    BARE,
+    CONV,
+    MAMBA,
+    MAMBA1,
+    NO_NORM,
+    ONE_GROUP,
+    SHORT_CONV,
+    Scene,
+    Whole,
+    expected,
+)
 from tests.support.allocated import most_allocated
 from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
 from weft.attention.conv.conv_triton import TritonConv
 from weft.attention.mamba.mamba_torch import TorchMamba
 from weft.attention.mamba.mamba_triton import TritonInvariantMamba, TritonMamba
+from weft.attention.mamba1.mamba1_triton import TritonMamba1
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
-from weft.config.families.mixers.state_caches import conv_cache, mamba_cache
-from weft.config.parts.mixers import ConvSpec, MambaSpec
+from weft.config.families.mixers.state_caches import conv_cache, mamba1_cache, mamba_cache
+from weft.config.parts.mixers import ConvSpec, Mamba1Spec, MambaSpec
 from weft.config.sizing.layer_elements import mamba_elements
 from weft.ops import triton as kernels
 
@@ -41,7 +53,10 @@ ONE_TAP = MambaSpec(
 )
 WIDE_CONV = ConvSpec(layers=(0,), heads=2, dim=300, taps=5, bias=True)
 MANY_TAPS = ConvSpec(layers=(0,), heads=2, dim=3, taps=20)
-SPECS: dict[str, ConvSpec | MambaSpec] = {
+#: Channels of a head in several programs, the last one in part; a state that is no power of two.
+WIDE_MAMBA1 = Mamba1Spec(layers=(0,), heads=2, dim=40, state=12, rank=2, conv=5)
+Spec = ConvSpec | MambaSpec | Mamba1Spec
+SPECS: dict[str, Spec] = {
     "small": SMALL,
     "two groups": TWO_GROUPS,
     "mamba": MAMBA,
@@ -53,16 +68,25 @@ SPECS: dict[str, ConvSpec | MambaSpec] = {
     "conv of 2 taps": SHORT_CONV,
     "wide conv": WIDE_CONV,
     "conv of 20 taps": MANY_TAPS,
+    "mamba1": MAMBA1,
+    "bare mamba1": BARE,
+    "wide mamba1": WIDE_MAMBA1,
 }
 LIMITS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Maximum distance from float64, relative to the largest output."""
 
 
-def backends_of(spec: ConvSpec | MambaSpec) -> list[Any]:
+class WholeMamba1(Whole, TritonMamba1):
+    """Both parts by kernels."""
+
+
+def backends_of(spec: Spec) -> list[Any]:
+    if isinstance(spec, Mamba1Spec):
+        return [WholeMamba1()]
     return [TritonConv()] if isinstance(spec, ConvSpec) else [TritonMamba(), TritonInvariantMamba()]
 
 
-def invariant_of(spec: ConvSpec | MambaSpec) -> Any:
+def invariant_of(spec: Spec) -> Any:
     return backends_of(spec)[-1]
 
 
@@ -77,7 +101,7 @@ def check_outputs(scene: Scene, dtype: torch.dtype) -> None:
 @mostly_slow(
     ("name", "dtype"),
     [(name, dtype) for name in SPECS for dtype in LIMITS],
-    [("conv", torch.bfloat16)],
+    [("conv", torch.bfloat16), ("bare mamba1", torch.bfloat16)],
 )
 def test_kernels_are_close_to_float64(name: str, dtype: torch.dtype) -> None:
     """Rows of several lengths: prompts in pieces, then decode rows of up to three tokens."""
@@ -94,7 +118,9 @@ def test_kernels_are_close_to_float64(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_long_rows(name: str) -> None:
-    """Short convolutions by the kernel; longer rows of Mamba2 by torch, between segments of the kernels."""
+    """Short convolutions and Mamba 1 by the kernels; longer rows of Mamba2 by torch, between segments of the
+    kernels.
+    """
     scene = Scene(SPECS[name], torch.float32, lengths=[100, 66])
     backend = backends_of(scene.spec)[0]
     for counts in ((3, 64), (70, 1), (25, 1)):
@@ -103,7 +129,7 @@ def test_long_rows(name: str) -> None:
     check_outputs(scene, torch.float32)
 
 
-@mostly_slow("name", list(SPECS), ["small"])
+@mostly_slow("name", list(SPECS), ["small", "bare mamba1"])
 def test_bits_depend_on_neither_company_nor_chunks_nor_drafts(name: str) -> None:
     """Drafts that are cut back leave the bits of one token after another, in outputs and states."""
     backend = invariant_of(SPECS[name])
@@ -127,7 +153,7 @@ def test_bits_depend_on_neither_company_nor_chunks_nor_drafts(name: str) -> None
 @mostly_slow(
     ("name", "each"),
     [(name, each) for name in SPECS for each in (False, True)],
-    [("small", True), ("conv", False)],
+    [("small", True), ("conv", False), ("bare mamba1", True)],
 )
 def test_only_the_rows_own_copies_are_written(name: str, each: bool) -> None:
     scene = Scene(SPECS[name], torch.float32, lengths=[8, 5])
@@ -149,7 +175,7 @@ def test_a_new_sequence_starts_from_zeros(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_a_broken_row_spoils_itself_alone(name: str) -> None:
-    """NaN in an input of the convolution, and in the time step of a head."""
+    """NaN in the time step of a head, an input of a convolution, or a gate."""
     clean, broken = (Scene(SPECS[name], torch.float32, lengths=[6, 6, 6]) for _ in range(2))
     backend = invariant_of(clean.spec)
     right = clean.whole(backend)
@@ -196,11 +222,17 @@ def test_the_plan_covers_tensors_beside_the_kernels(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("spec", "invariant", "chosen"),
-    [(MAMBA, False, TritonMamba), (MAMBA, True, TritonInvariantMamba), (CONV, True, TritonConv)],
+    [
+        (MAMBA, False, TritonMamba),
+        (MAMBA, True, TritonInvariantMamba),
+        (CONV, True, TritonConv),
+        (MAMBA1, True, TritonMamba1),
+    ],
 )
 def test_kernels_are_chosen_on_gpus(spec: Any, invariant: bool, chosen: type) -> None:
-    form = "conv" if isinstance(spec, ConvSpec) else "mamba"
-    cache = conv_cache(spec) if form == "conv" else mamba_cache(spec)
+    make: Any = {ConvSpec: conv_cache, MambaSpec: mamba_cache, Mamba1Spec: mamba1_cache}[type(spec)]
+    cache = make(spec)
+    form = cache.form
     model = model_spec(layers=1, caches=(cache,), **{form: spec})
     device = torch.device("cuda")
     made = choose("auto", model, torch.bfloat16, device, 16, invariant=invariant)
@@ -210,6 +242,13 @@ def test_kernels_are_chosen_on_gpus(spec: Any, invariant: bool, chosen: type) ->
     assert not isinstance(other, chosen)
     with pytest.raises(ConfigError, match="float64"):
         choose("triton", model, torch.float64, device, 16)
+
+
+def test_states_beyond_the_kernel_are_refused_by_name() -> None:
+    spec = Mamba1Spec(layers=(0,), heads=2, dim=4, state=257, rank=2, conv=4)
+    model = model_spec(layers=1, caches=(mamba1_cache(spec),), mamba1=spec)
+    with pytest.raises(ConfigError, match="states of 257 elements: at most 256"):
+        choose("triton", model, torch.bfloat16, torch.device("cuda"), 16)
 
 
 @pytest.mark.parametrize(("state", "conv"), [(257, 4), (128, 9)])

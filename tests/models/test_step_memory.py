@@ -43,7 +43,7 @@ SIZES = {
 #: Sizes of one family, whose configuration has own names.
 OWN = {"mamba2": {"num_heads": 16, "num_attention_heads": 16, "state_size": 64}}
 #: Recurrent mixers in torch, which leave the rest of the plan to other steps.
-TORCH = ("lfm2_moe", "falcon_mamba")
+TORCH = ("lfm2_moe",)
 
 
 def wide_family(folder: Path, family: str) -> str:

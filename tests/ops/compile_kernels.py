@@ -482,6 +482,22 @@ def mamba(heads: int, dim: int, groups: int, state: int, taps: int, dtype: torch
         )
 
 
+def mamba1(heads: int, dim: int, state: int, taps: int, dtype: torch.dtype) -> None:
+    """Mamba 1 for decode rows, which keep a state for each token, and for chunks."""
+    from weft.ops.triton import causal, mamba
+
+    inner = heads * dim
+    rows = (torch.zeros(4, dtype=torch.int32), *(torch.zeros(3, dtype=torch.int64) for _ in range(3)))
+    xz, steps, b, out = (torch.empty(3, width, dtype=dtype) for width in (2 * inner, inner, state, inner))
+    x, z = xz.split(inner, dim=1)
+    past, states = torch.empty(5, 2, heads, taps - 1, dim, dtype=dtype), torch.empty(5, 2, heads, state, dim)
+    channels = [torch.empty(inner) for _ in range(3)]
+    for each in (False, True):
+        causal.run(x, out, past, torch.empty(taps, inner), channels[0], rows, most=1, each=each, gated=False)
+        weights = (torch.empty(heads, state, dim), channels[1], channels[2])
+        mamba.scan((out, steps, b, b.clone(), z), out.clone(), states, weights, rows, each=each)
+
+
 def short_conv(heads: int, dim: int, taps: int, dtype: torch.dtype) -> None:
     """Gated short convolutions for decode rows and for prompts."""
     from weft.ops.triton import causal
@@ -618,6 +634,7 @@ def others() -> None:
     mamba(128, 64, 8, 128, 4, HALF, "gated")  # Nemotron-H
     mamba(128, 64, 1, 128, 4, HALF, "gated")  # Bamba, Granite 4 H
     mamba(48, 128, 1, 256, 4, HALF, "none")  # Falcon-H1
+    mamba1(16, 512, 16, 4, HALF)  # Falcon Mamba, Jamba
     short_conv(32, 64, 3, HALF)
     packed(HALF, "int4 zeros", "nvfp4")
     draws(HALF)
@@ -653,6 +670,8 @@ def all_forms() -> None:
     mamba(4, 12, 1, 20, 2, torch.float16, "later")
     mamba(64, 64, 8, 128, 4, FULL, "gated")
     mamba(16, 64, 2, 16, 8, HALF, "gated")
+    mamba1(3, 100, 12, 2, FULL)
+    mamba1(2, 40, 256, 9, torch.float16)
     short_conv(2, 300, 5, FULL)
     short_conv(4, 64, 64, torch.float16)
     elementwise(FULL)

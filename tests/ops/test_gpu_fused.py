@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from msgspec.structs import replace as replaced
 
 from tests.attention.test_mixers import Scene as MixerScene
+from tests.attention.test_mixers import Whole, WholeMamba1
 from tests.support.latent import Scene, Shape, on_device
 from tests.support.routed import routed
 from weft.attention.base import CoreInput
@@ -24,10 +25,12 @@ from weft.attention.conv.conv_triton import TritonConv
 from weft.attention.mamba.mamba_backend import MambaInput
 from weft.attention.mamba.mamba_torch import TorchMamba
 from weft.attention.mamba.mamba_triton import TritonInvariantMamba, TritonMamba
+from weft.attention.mamba1.mamba1_backend import Mamba1Input
+from weft.attention.mamba1.mamba1_triton import TritonMamba1
 from weft.attention.mla.latent import LatentInput
 from weft.attention.mla.latent_torch import TorchLatent
 from weft.attention.mla.latent_triton import TritonLatent
-from weft.config.parts.mixers import ConvSpec, MambaSpec
+from weft.config.parts.mixers import ConvSpec, Mamba1Spec, MambaSpec
 from weft.ops import kv_fp8, latent_ops, torch_ops
 from weft.ops import moe as torch_moe
 from weft.ops.moe import Routed
@@ -243,6 +246,24 @@ CONVS = {
     "lfm2": ConvSpec(layers=(0,), heads=32, dim=64, taps=3),
     "bias": ConvSpec(layers=(0,), heads=3, dim=300, taps=5, bias=True),
 }
+MAMBA1S = {
+    "falcon-mamba": Mamba1Spec(layers=(0,), heads=16, dim=512, state=16, rank=256, conv=4),
+    "parts of programs": Mamba1Spec(layers=(0,), heads=3, dim=100, state=12, rank=8, conv=2),
+}
+MIXERS = {**MAMBAS, **MAMBA1S, **CONVS}
+
+
+class TritonWholeMamba1(Whole, TritonMamba1):
+    """Both parts by kernels."""
+
+
+def mixers_of(spec: ConvSpec | MambaSpec | Mamba1Spec, *, invariant: bool) -> tuple[Any, Any]:
+    """Return the backends (torch, Triton) of a mixer."""
+    if isinstance(spec, ConvSpec):
+        return TorchConv(), TritonConv()
+    if isinstance(spec, Mamba1Spec):
+        return WholeMamba1(), TritonWholeMamba1()
+    return TorchMamba(), TritonInvariantMamba() if invariant else TritonMamba()
 
 
 def mixer_step(run: Callable[..., None], scene: MixerScene, counts: list[int], each: bool) -> Tensor:
@@ -261,13 +282,16 @@ def mixer_step(run: Callable[..., None], scene: MixerScene, counts: list[int], e
         if row.done:
             for place, part in enumerate(scene.state):
                 given = noise(*part.shape[2:], seed=10 * number + place).to(part)
-                if place in (1, 2):  # the places of B and C: all places of a group are equal
+                if isinstance(scene.spec, MambaSpec) and place in (
+                    1,
+                    2,
+                ):  # the places of B and C: all places of a group are equal
                     each_group = len(given) // scene.spec.groups
                     given = given[::each_group].repeat_interleave(each_group, dim=0)
                 part[row.slot, row.live] = given
     scene.state = tuple(part.to(DEVICE) for part in scene.state)
     out = torch.empty(len(x), scene.columns, dtype=x.dtype, device=DEVICE)
-    make = ConvInput if isinstance(scene.spec, ConvSpec) else MambaInput
+    make: Any = {ConvSpec: ConvInput, MambaSpec: MambaInput, Mamba1Spec: Mamba1Input}[type(scene.spec)]
     run(x, out, make(segment, scene.state, weights, each))
     return out
 
@@ -275,11 +299,11 @@ def mixer_step(run: Callable[..., None], scene: MixerScene, counts: list[int], e
 @pytest.mark.parametrize(
     ("counts", "each"), [([1] * 5, True), ([3, 1, 4, 2, 1], True), ([40, 3, 64, 1, 7], False)]
 )
-@pytest.mark.parametrize("name", [*MAMBAS, *CONVS])
+@pytest.mark.parametrize("name", MIXERS)
 def test_state_mixers(name: str, counts: list[int], each: bool) -> None:
     """Outputs and every copy of the states equal torch; a row alone has equal bits."""
-    spec: Any = {**MAMBAS, **CONVS}[name]
-    backends: list[Any] = [TorchConv(), TritonConv()] if name in CONVS else [TorchMamba(), TritonMamba()]
+    spec: Any = MIXERS[name]
+    backends = mixers_of(spec, invariant=False)
     found = []
     for backend, rows in ((backends[0], counts), (backends[1], counts), (backends[1], counts[:1])):
         scene = MixerScene(spec, HALF, lengths=[100] * 5)
@@ -288,18 +312,19 @@ def test_state_mixers(name: str, counts: list[int], each: bool) -> None:
         found.append((mixer_step(backend.run, scene, rows, each), scene.state))
     (wanted, states), (made, own), (alone, _) = found
     assert near(made, wanted, 2e-2)
+    # Mamba 1 rounds the convolution before the recurrence. Sums in other orders may round otherwise.
+    limit = 2e-2 if isinstance(spec, Mamba1Spec) else 1e-4
     for one, other in zip(own, states, strict=True):
         assert torch.equal(one.isnan(), other.isnan())
-        assert near(one.nan_to_num(), other.nan_to_num(), 1e-4)
+        assert near(one.nan_to_num(), other.nan_to_num(), limit)
     assert torch.equal(alone, made[: counts[0]])
 
 
-@pytest.mark.parametrize("name", [*MAMBAS, *CONVS])
+@pytest.mark.parametrize("name", MIXERS)
 def test_long_rows_of_invariant_mixers(name: str) -> None:
     """A prompt of 1,000 tokens equals torch, and has the bits of its pieces."""
-    spec: Any = {**MAMBAS, **CONVS}[name]
-    reference: Any = TorchConv() if name in CONVS else TorchMamba()
-    backend: Any = TritonConv() if name in CONVS else TritonInvariantMamba()
+    spec: Any = MIXERS[name]
+    reference, backend = mixers_of(spec, invariant=True)
     scenes = [MixerScene(spec, HALF, lengths=[1000]) for _ in range(3)]
     wanted = mixer_step(reference.run, scenes[0], [1000], False)
     whole = mixer_step(backend.run, scenes[1], [1000], False)

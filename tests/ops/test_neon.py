@@ -69,7 +69,7 @@ def loop_of(program: Path, symbol: str) -> list[str]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["vectors", "tiles", "attention", "draws", "states"])
+@pytest.mark.parametrize("name", ["vectors", "tiles", "attention", "draws", "states", "channels"])
 def test_kernels_equal_scalar_code(name: str, level: str, compiled: Callable[[str, str], Path]) -> None:
     """Includes that a row's bits do not depend on the other rows of a tile."""
     program = compiled(name, level)

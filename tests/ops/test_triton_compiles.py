@@ -36,7 +36,7 @@ LAYERS = {
     "_grouped",
     "_combine",
 }
-MIXERS = {"_mamba_states", "_mamba_outputs", "_short_conv"}
+MIXERS = {"_mamba_states", "_mamba_outputs", "_mamba1_states", "_short_conv"}
 ROUTING = {"_router", "_route", "_cut"}
 ADAPTERS = {"_low_rank_inner", "_low_rank_outer"}
 PACKED = {"_coded", "_add_parts", "_dequantize", "_grouped_codes"}

@@ -754,13 +754,32 @@ def _mamba_rows(given: Given, rows: int) -> int:
     return int(channels)
 
 
+def _mamba1_states(given: Given) -> None:
+    given.powers("STATE_P2", "TILE")
+    tokens, dtype, channels = given.x_ptr.shape[0], given.x_ptr.dtype, given.HEADS * given.DIM
+    given.need(given.STATE <= given.STATE_P2, "a state is larger than the program")
+    given.need(given.grid[1] == given.HEADS, "every head has a program")
+    given.need(given.grid[2] * given.TILE >= given.DIM, "channels without a program")
+    given.reach("x_ptr", (tokens - 1) * given.x_stride + channels, *HALF, aligned=False)
+    for name in ("steps", "b", "c", "z", "out"):
+        last = (tokens - 1) * given.values[f"{name}_stride"]
+        columns = given.STATE if name in ("b", "c") else channels
+        given.reach(f"{name}_ptr", last + columns, dtype, aligned=False)
+    _copies(given, "state_ptr", "state", channels * given.STATE, torch.float32)
+    given.array("rate_ptr", channels * given.STATE, *WIDE)
+    for name in ("step_bias_ptr", "skip_ptr"):
+        given.array(name, channels, *WIDE)
+    _row_columns(given, given.grid[0])
+
+
 def _short_conv(given: Given) -> None:
     given.powers("TAPS_P2", "SPAN", "BLOCK")
-    tokens, dtype, channels = given.bcx_ptr.shape[0], given.bcx_ptr.dtype, given.HEADS * given.DIM
+    tokens, dtype, channels = given.inputs_ptr.shape[0], given.inputs_ptr.dtype, given.HEADS * given.DIM
+    width = (3 if given.GATED else 1) * channels
     given.need(given.TAPS - 1 <= given.TAPS_P2, "inputs are left out")
     given.need(given.TAPS - 1 <= given.SPAN, "two programs read the inputs of a slot")
     given.need(given.grid[2] == given.HEADS * -(-given.DIM // given.BLOCK), "channels without a program")
-    given.reach("bcx_ptr", (tokens - 1) * given.bcx_stride + 3 * channels, *HALF, aligned=False)
+    given.reach("inputs_ptr", (tokens - 1) * given.stride + width, *HALF, aligned=False)
     given.reach("out_ptr", (tokens - 1) * given.out_stride + channels, dtype, aligned=False)
     _copies(given, "state_ptr", "state", (given.TAPS - 1) * channels, dtype)
     given.array("taps_ptr", given.TAPS * channels, *WIDE)
@@ -1004,6 +1023,7 @@ CONTRACTS = (
         ("out_ptr", "x_ptr", "b_ptr", "c_ptr"),
         (("y_ptr", "NORMS"), ("norm_ptr", "NORMS"), ("out_ptr", "NORMS")),
     ),
+    Contract("mamba", _mamba1_states, ("out_ptr", "state_ptr")),
     Contract("causal", _short_conv, ("out_ptr", "state_ptr"), (("bias_ptr", "BIAS"),)),
     Contract("routing", _cut, ("order_ptr", "expert_ptr", "row_ptr", "end_ptr")),
     Contract(

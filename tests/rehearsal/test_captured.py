@@ -90,11 +90,13 @@ MIXERS = {
     "nemotron-h-latent": 25,
     "granite-hybrid-dense": 13,
     "falcon_h1": 28,
+    "falcon_mamba": 13.34,
+    "jamba": 17,
     "lfm2": 8.75,
 }
-"""Limits of families with Mamba2 (two kernels) or short convolutions (one). Factors of Granite and Falcon-H1
-are separate kernels, and so is the gate of Falcon-H1's feed-forward. The activation of experts without a gate
-takes two kernels."""
+"""Limits of families with Mamba2 or Mamba 1 (two kernels), or short convolutions (one). Factors of Granite
+and Falcon-H1 are separate kernels, and so is the gate of Falcon-H1's feed-forward. The activation of experts
+without a gate takes two kernels. Copies and norms take six kernels of a Mamba 1 with norms."""
 LIMITS = {
     **SPARSE,
     **MIXERS,

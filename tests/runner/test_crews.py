@@ -38,7 +38,10 @@ def _as_before() -> Iterator[None]:
 
 @pytest.fixture(
     scope="module",
-    params=["qwen2_mixed", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "deepseek_v4", "bamba"],
+    params=[
+        *("qwen2_mixed", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "deepseek_v4", "bamba"),
+        "falcon_mamba",
+    ],
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("crews"), request.param)

@@ -53,7 +53,9 @@ MAMBA.add("triton-invariant", "weft.attention.mamba.mamba_triton:TritonInvariant
 MAMBA.add("invariant", "weft.attention.mamba.mamba_torch:InvariantMamba")
 
 MAMBA1: Registry[type[Backend]] = Registry("Mamba 1 backend")
+MAMBA1.add("cpu", "weft.attention.mamba1.mamba1_cpu:CpuMamba1")
 MAMBA1.add("torch", "weft.attention.mamba1.mamba1_torch:TorchMamba1")
+MAMBA1.add("triton", "weft.attention.mamba1.mamba1_triton:TritonMamba1")
 
 #: Backends of each form, by name.
 FORMS: dict[str, Registry[Any]] = {
@@ -84,7 +86,7 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
         "cpu": ("cpu", "torch", "invariant"),
         "cuda": ("triton", "triton-invariant", "torch", "invariant"),
     },
-    "mamba1": {"cpu": ("torch",), "cuda": ("torch",)},
+    "mamba1": {"cpu": ("cpu", "torch"), "cuda": ("triton", "torch")},
 }
 
 

@@ -66,6 +66,7 @@ SECONDS = {
     "moe.cpp": 7.5,
     "coded.cpp": 5.5,
     "gemm.cpp": 4.5,
+    "mamba1.cpp": 4.5,
     "sparse.cpp": 4,
     "attention.cpp": 4,
     "delta.cpp": 4,

@@ -1,7 +1,8 @@
-"""Causal convolutions of recurrent layers, and the gated short convolution in one kernel.
+"""Causal convolutions of recurrent layers, and a convolution by itself in one kernel.
 
-    row_of, convolved, silu, keep_inputs   parts of the kernels of delta nets and Mamba2
-    _short_conv                            gates and convolution of LFM2, with the state: ``run``
+    row_of, convolved, keep_inputs, silu, softplus   parts of the kernels of delta nets, Mamba2 and Mamba 1
+    _short_conv                                      a convolution with its state: with the gates of LFM2, or
+                                                     with the activation of Mamba 1. See ``run``
 
 A slot keeps the last ``TAPS - 1`` inputs of each channel before the next position. Sums are float32, one
 chain of additions over the taps, so the bits of a token depend neither on other rows nor on chunks.
@@ -42,6 +43,12 @@ def row_of(row, offsets_ptr, starts_ptr, slots_ptr, live_ptr):
 def silu(x):
     """Return x * sigmoid(x)."""
     return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    """Return log(1 + e^x)."""
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
 @triton.jit
@@ -138,20 +145,20 @@ def keep_inputs(
 # A segment begins anywhere in a step's rows. One program for every alignment keeps the bits of a row.
 @triton.jit(
     do_not_specialize_on_alignment=[
-        "bcx_ptr", "out_ptr", "offsets_ptr", "starts_ptr", "slots_ptr", "live_ptr",
+        "inputs_ptr", "out_ptr", "offsets_ptr", "starts_ptr", "slots_ptr", "live_ptr",
     ]
 )  # fmt: skip
 def _short_conv(
-    bcx_ptr,  # [T, B | C | x], HEADS * DIM channels each, of wider rows
+    inputs_ptr,  # [T, B | C | x], HEADS * DIM channels each, or without GATED [T, x]; of wider rows
     out_ptr,  # [T, HEADS * DIM] of wider rows
-    state_ptr,  # [slots, copies, HEADS, TAPS - 1, DIM]: last products; slots and copies may lie apart
+    state_ptr,  # [slots, copies, HEADS, TAPS - 1, DIM]: last inputs; slots and copies may lie apart
     taps_ptr,  # float32 [TAPS, HEADS * DIM]
     bias_ptr,  # float32 [HEADS * DIM]; used with BIAS
     offsets_ptr,  # int32 [R + 1]
     starts_ptr,  # int64 [R]
     slots_ptr,  # int64 [R]
     live_ptr,  # int64 [R]
-    bcx_stride,
+    stride,
     out_stride,
     state_slot,  # elements from slot to slot, and from copy to copy
     state_copy,
@@ -162,14 +169,17 @@ def _short_conv(
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
     BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     EACH: tl.constexpr,
 ):
     """Compute SPAN tokens of one row for BLOCK channels of one head. The row's first program keeps the state.
 
+    GATED: B times x is convolved, and the result is multiplied by C. Otherwise x is convolved, with silu.
     Tokens from SPAN on need no inputs of the slot, so no other program reads what the first program writes.
     """
     PARTS: tl.constexpr = (DIM + BLOCK - 1) // BLOCK
     CHANNELS: tl.constexpr = HEADS * DIM
+    PRODUCT: tl.constexpr = 2 * CHANNELS if GATED else 0
     token, count, start, slot, live = row_of(tl.program_id(0), offsets_ptr, starts_ptr, slots_ptr, live_ptr)
     first = tl.program_id(1) * SPAN
     if first < count:
@@ -180,24 +190,27 @@ def _short_conv(
         own_ptr = state_ptr + slot * state_slot + head * ((TAPS - 1) * DIM)
         for j in range(first, tl.minimum(first + SPAN, count)):
             total = convolved(
-                bcx_ptr, own_ptr + live * state_copy, taps_ptr, token, j, start, channel, dim, bcx_stride,
-                DIM, TAPS, CHANNELS, 2 * CHANNELS,
+                inputs_ptr, own_ptr + live * state_copy, taps_ptr, token, j, start, channel, dim, stride,
+                DIM, TAPS, CHANNELS, PRODUCT,
             )  # fmt: skip
             if BIAS:
                 total += tl.load(bias_ptr + channel + dim, mask=inside, other=0.0)
-            gate_ptr = bcx_ptr + (token + j) * bcx_stride + CHANNELS + channel
-            gate = tl.load(gate_ptr + dim, mask=inside, other=0.0).to(tl.float32)
-            value = (gate * total).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + (token + j) * out_stride + channel + dim, value, mask=inside)
+            if GATED:
+                gate_ptr = inputs_ptr + (token + j) * stride + CHANNELS + channel
+                total = tl.load(gate_ptr + dim, mask=inside, other=0.0).to(tl.float32) * total
+            else:
+                total = silu(total)
+            to_ptr = out_ptr + (token + j) * out_stride + channel + dim
+            tl.store(to_ptr, total.to(out_ptr.dtype.element_ty), mask=inside)
         if first == 0:
             keep_inputs(
-                bcx_ptr, own_ptr, state_copy, token, count, start, live, channel + dim, dim, inside,
-                bcx_stride, DIM, TAPS, TAPS_P2, 2 * CHANNELS, EACH,
+                inputs_ptr, own_ptr, state_copy, token, count, start, live, channel + dim, dim, inside,
+                stride, DIM, TAPS, TAPS_P2, PRODUCT, EACH,
             )  # fmt: skip
 
 
 def run(
-    bcx: Tensor,
+    inputs: Tensor,
     out: Tensor,
     state: Tensor,
     taps: Tensor,
@@ -206,22 +219,23 @@ def run(
     *,
     most: int,
     each: bool,
+    gated: bool = True,
 ) -> None:
-    """Compute ``ConvBackend.run`` for any number of tokens per row.
+    """Compute ``ConvBackend.run``, or ``Mamba1Backend.convolve`` without gates, for any tokens per row.
 
-    bcx: [T, B | C | x]. state: [slots, copies, heads, taps - 1, dim]. taps: float32 [taps, channels]; bias:
-    float32 [channels]. rows: offsets int32 [R + 1], starts, slots, live int64 [R]. most: upper bound of the
-    tokens of a row.
+    inputs: [T, B | C | x]; [T, x] without ``gated``. state: [slots, copies, heads, taps - 1, dim]. taps:
+    float32 [taps, channels]; bias: float32 [channels]. rows: offsets int32 [R + 1], starts, slots, live int64
+    [R]. most: upper bound of the tokens of a row.
     """
-    for part in (state, bcx.unsqueeze(0), out.unsqueeze(0)):
+    for part in (state, inputs.unsqueeze(0), out.unsqueeze(0)):
         assert part[0, 0].is_contiguous(), "rows and heads are contiguous"
     heads, back, dim = state.shape[2:]
     taps_p2 = power(back)
     block = min(power(dim), BLOCK, max(16, KEPT // taps_p2))
     span = max(SPAN, taps_p2)
     _short_conv[(len(rows[1]), triton.cdiv(most, span), heads * triton.cdiv(dim, block))](
-        *(bcx, out, state, taps, taps if bias is None else bias, *rows),
-        *(bcx.stride(0), out.stride(0), state.stride(0), state.stride(1)),
+        *(inputs, out, state, taps, taps if bias is None else bias, *rows),
+        *(inputs.stride(0), out.stride(0), state.stride(0), state.stride(1)),
         HEADS=heads,
         DIM=dim,
         TAPS=back + 1,
@@ -229,6 +243,7 @@ def run(
         SPAN=span,
         BLOCK=block,
         BIAS=bias is not None,
+        GATED=gated,
         EACH=each,
         num_warps=max(1, block // 64),
     )

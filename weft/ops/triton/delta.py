@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.ops.triton.causal import convolved, keep_inputs, row_of, silu
+from weft.ops.triton.causal import convolved, keep_inputs, row_of, silu, softplus
 from weft.ops.triton.forms import power
 
 Tensor = torch.Tensor
@@ -124,8 +124,7 @@ def _delta_states(
         if BOUNDED:
             decay = tl.exp(floor / (1.0 + tl.exp(-rate * a)))
         else:
-            softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-            decay = tl.exp(-rate * softplus)
+            decay = tl.exp(-rate * softplus(a))
         if BY_CHANNEL:
             state = state * decay[:, None]
         else:

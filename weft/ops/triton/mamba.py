@@ -1,14 +1,16 @@
-"""Mamba2 token by token, in two kernels for all tokens of a segment.
+"""Mamba2 in two kernels for all tokens of a segment, and the recurrence of Mamba 1 in one: token by token.
 
     _mamba_states    convolution, time steps, recurrence, and the gate unless a norm comes first. A program
                      has ``TILE`` rows of one head's state in registers for all tokens of a row of the
                      segment; rows of a state do not depend on each other
     _mamba_outputs   norm of each token, and the last inputs of the convolution
+    _mamba1_states   time steps, recurrence and gate of Mamba 1. A program has the states of ``TILE`` channels
+                     in registers for all tokens of a row
 
 All sums are float32, in an order that depends on the sizes of the layer only, so the bits of a row depend
 neither on other rows nor on the chunks of its tokens.
 
-Source: Dao and Gu 2024, arXiv 2405.21060.
+Source: Dao and Gu 2024, arXiv 2405.21060. Mamba 1: Gu and Dao 2023, arXiv 2312.00752.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.ops.triton.causal import KEPT, convolved, keep_inputs, row_of, silu
+from weft.ops.triton.causal import KEPT, convolved, keep_inputs, row_of, silu, softplus
 from weft.ops.triton.forms import power
 
 Tensor = torch.Tensor
 
 TILE = 32
-"""Rows of a head's state in one program."""
+"""Rows of a head's state, or channels of Mamba 1, in one program."""
 MOST_STATE, MOST_TAPS = 256, 8
-"""Maximum elements of B and C, and taps of the convolution, for which the registers of a program suffice."""
+"""Maximum elements of B and C, and taps of Mamba2, for which the registers of a program suffice."""
 NORM_BLOCK = 8192
 """Maximum number of channels of a norm that a program loads at a time."""
 
@@ -139,7 +141,7 @@ def _mamba_states(
         )  # fmt: skip
         row_ptr = zxbcdt_ptr + (token + j) * stride
         step = tl.load(row_ptr + INNER + CHANNELS + head).to(tl.float32) + step_bias
-        dt = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
+        dt = softplus(step)
         # Comparisons keep NaN; minimum and maximum would not.
         dt = tl.where(dt < low, low, dt)
         dt = tl.where(dt > high, high, dt)
@@ -322,4 +324,105 @@ def run(
         KEPT=kept,
         GATED=finish == "gated",
         num_warps=8 if norms and block > 2048 else 4,
+    )
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "x_ptr", "steps_ptr", "b_ptr", "c_ptr", "z_ptr", "out_ptr", "offsets_ptr", "starts_ptr", "slots_ptr",
+        "live_ptr",
+    ]
+)  # fmt: skip
+def _mamba1_states(
+    x_ptr,  # [T, HEADS * DIM] of wider rows, as steps, z and out
+    steps_ptr,
+    b_ptr,  # [T, STATE] of wider rows, as C
+    c_ptr,
+    z_ptr,
+    out_ptr,
+    state_ptr,  # float32 [slots, copies, HEADS, STATE, DIM]; slots and copies may lie apart
+    rate_ptr,  # float32 [HEADS, STATE, DIM]
+    step_bias_ptr,  # float32 [HEADS * DIM]
+    skip_ptr,  # float32 [HEADS * DIM]
+    offsets_ptr,  # int32 [R + 1]
+    starts_ptr,  # int64 [R]
+    slots_ptr,  # int64 [R]
+    live_ptr,  # int64 [R]
+    x_stride,
+    steps_stride,
+    b_stride,
+    c_stride,
+    z_stride,
+    out_stride,
+    state_slot,  # elements from slot to slot, and from copy to copy
+    state_copy,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    STATE: tl.constexpr,
+    STATE_P2: tl.constexpr,
+    TILE: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """Advance the states of TILE channels of one head by the tokens of one row. Write the gated outputs."""
+    token, count, start, slot, live = row_of(tl.program_id(0), offsets_ptr, starts_ptr, slots_ptr, live_ptr)
+    if count == 0:
+        return
+    head = tl.program_id(1)
+    dim = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    channel = head * DIM + dim
+    real = dim < DIM
+    column = tl.arange(0, STATE_P2)
+    inside = (column < STATE)[:, None] & real[None, :]
+    place = head * (STATE * DIM) + column[:, None] * DIM + dim[None, :]
+    rate = tl.load(rate_ptr + place, mask=inside, other=0.0)
+    step_bias = tl.load(step_bias_ptr + channel, mask=real, other=0.0)
+    skip = tl.load(skip_ptr + channel, mask=real, other=0.0)
+    places = state_ptr + slot * state_slot + place
+    state = tl.load(places + live * state_copy, mask=inside, other=0.0)
+    state = tl.where(start > 0, state, 0.0)
+    for j in range(0, count):
+        at = token + j
+        x = tl.load(x_ptr + at * x_stride + channel, mask=real, other=0.0).to(tl.float32)
+        step = tl.load(steps_ptr + at * steps_stride + channel, mask=real, other=0.0).to(tl.float32)
+        z = tl.load(z_ptr + at * z_stride + channel, mask=real, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + at * b_stride + column, mask=column < STATE, other=0.0).to(tl.float32)
+        c = tl.load(c_ptr + at * c_stride + column, mask=column < STATE, other=0.0).to(tl.float32)
+        dt = softplus(step + step_bias)
+        state = state * tl.exp(-rate * dt[None, :]) + b[:, None] * (x * dt)[None, :]
+        y = (tl.sum(state * c[:, None], 0) + skip * x) * silu(z)
+        tl.store(out_ptr + at * out_stride + channel, y.to(out_ptr.dtype.element_ty), mask=real)
+        if EACH:
+            tl.store(places + j * state_copy, state, mask=inside)
+    if not EACH:
+        tl.store(places, state, mask=inside)
+
+
+def scan(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    out: Tensor,
+    state: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    *,
+    each: bool,
+) -> None:
+    """Compute ``Mamba1Backend.scan`` for any number of tokens per row, one token after another.
+
+    inputs: as ``weft.attention.mamba1.mamba1_backend.Selected``. state: [slots, copies, heads, state, dim].
+    weights: rate, bias of the time step, skip, as in ``Mamba1Weights``. rows: as in ``run``.
+    """
+    for part in (state, *(one.unsqueeze(0) for one in (*inputs, out))):
+        assert part[0, 0].is_contiguous(), "rows and heads are contiguous"
+    heads, columns, dim = state.shape[2:]
+    _mamba1_states[(len(rows[1]), heads, triton.cdiv(dim, TILE))](
+        *(*inputs, out, state, *weights, *rows),
+        *(one.stride(0) for one in (*inputs, out)),
+        *(state.stride(0), state.stride(1)),
+        HEADS=heads,
+        DIM=dim,
+        STATE=columns,
+        STATE_P2=power(columns),
+        TILE=TILE,
+        EACH=each,
+        num_warps=max(1, power(columns) // 32),
     )

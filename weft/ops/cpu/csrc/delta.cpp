@@ -197,11 +197,8 @@ template <class T, int K>
 class Worker {
  public:
   explicit Worker(const Call<T>& call) : c_(call) {
-    thread_local std::vector<float> memory;  // retained: decode makes one call per layer
-    const size_t of_keys = call.by_channel ? 5 : 2;
-    const size_t floats = kStripFloats + size_t(of_keys * call.k_dim + 2 * call.v_dim) * kPanel;
-    if (memory.size() < floats + kLanes) memory.resize(floats + kLanes);
-    strip_ = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+    const int64_t of_keys = call.by_channel ? 5 : 2;
+    strip_ = scratch(kStripFloats + (of_keys * call.k_dim + 2 * call.v_dim) * kPanel);
     q_ = strip_ + kStripFloats;
     k_ = q_ + call.k_dim * kPanel;
     v_ = k_ + call.k_dim * kPanel;

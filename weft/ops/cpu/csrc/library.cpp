@@ -95,6 +95,15 @@ void describe_attention(torch::Library& m) {
       "Tensor taps, Tensor? conv_bias, Tensor rate, Tensor step_bias, Tensor skip, Tensor? norm, int groups, "
       "int norm_groups, float eps, float low, float high, int finish, Tensor q_offsets, Tensor starts, Tensor slots, "
       "Tensor live, bool each) -> ()");
+  add<mamba1_convolve>(
+      m,
+      "mamba1_convolve(Tensor x, Tensor(a!) out, Tensor(b!) conv, Tensor taps, Tensor? bias, Tensor q_offsets, "
+      "Tensor starts, Tensor slots, Tensor live, bool each) -> ()");
+  add<mamba1_scan>(
+      m,
+      "mamba1_scan(Tensor x, Tensor steps, Tensor b, Tensor c, Tensor z, Tensor(a!) out, Tensor(b!) state, "
+      "Tensor rate, Tensor step_bias, Tensor skip, Tensor q_offsets, Tensor starts, Tensor slots, Tensor live, "
+      "bool each) -> ()");
 }
 
 // Operators take a coding as four numbers by keyword: an object as argument adds 10 us to a call from Python.

@@ -25,7 +25,6 @@
 #include "recurrent.h"
 
 #include <optional>
-#include <vector>
 
 namespace weft {
 namespace {
@@ -140,11 +139,8 @@ template <class T, int K>
 class Worker {
  public:
   explicit Worker(const Call<T>& call) : c_(call), width_(whole(call.dim)) {
-    thread_local std::vector<float> memory;  // retained: decode makes one call per layer
-    const size_t shared = size_t(call.size + kBlock - 1) / kBlock * kBlock * kPanel, x = size_t(width_) * kPanel;
-    const size_t floats = 2 * (shared + x);
-    if (memory.size() < floats + kLanes) memory.resize(floats + kLanes);
-    b_ = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+    const int64_t shared = int64_t(call.size + kBlock - 1) / kBlock * kBlock * kPanel, x = int64_t(width_) * kPanel;
+    b_ = scratch(2 * (shared + x));
     c_line_ = b_ + shared;
     x_ = c_line_ + shared;
     u_ = x_ + x;

@@ -91,6 +91,16 @@ void mamba(const Tensor& zxbcdt, const Tensor& out, const Tensor& conv_x, const 
            int64_t norm_groups, double eps, double low, double high, int64_t finish, const Tensor& offsets,
            const Tensor& starts, const Tensor& slots, const Tensor& live, bool each);
 
+// --- mamba1.cpp ---
+
+void mamba1_convolve(const Tensor& x, const Tensor& out, const Tensor& conv, const Tensor& taps,
+                     const std::optional<Tensor>& bias, const Tensor& offsets, const Tensor& starts,
+                     const Tensor& slots, const Tensor& live, bool each);
+void mamba1_scan(const Tensor& x, const Tensor& steps, const Tensor& b, const Tensor& c, const Tensor& z,
+                 const Tensor& out, const Tensor& state, const Tensor& rate, const Tensor& step_bias,
+                 const Tensor& skip, const Tensor& offsets, const Tensor& starts, const Tensor& slots,
+                 const Tensor& live, bool each);
+
 // --- fused.cpp ---
 
 Tensor rms_norm(const Tensor& given, const Tensor& weight, double eps);

@@ -87,6 +87,8 @@ bool reads_memory(const c10::OperatorHandle& op) {
                                               "weft_cpu::sigmoid_gate",
                                               "weft_cpu::delta_net",
                                               "weft_cpu::mamba",
+                                              "weft_cpu::mamba1_convolve",
+                                              "weft_cpu::mamba1_scan",
                                               "weft_cpu::attend",
                                               "weft_cpu::moe",
                                               "weft_cpu::latent_rope_cache",

@@ -1,5 +1,5 @@
-// Parts of recurrent mixers (delta.cpp, mamba.cpp): functions of a token, the causal convolution, and rows with their
-// states.
+// Parts of recurrent mixers (delta.cpp, mamba.cpp, mamba1.cpp): functions of a token, the causal convolution, and rows
+// with their states.
 //
 //   panel  consecutive tokens of a row, computed together
 //   task   a part of a row: a few heads. Tasks share nothing that a task writes
@@ -20,6 +20,14 @@ namespace {
 
 // Elements of all states times tokens below which waking other threads costs more than the threads gain.
 constexpr int64_t kAlone = 1 << 15;
+
+// Scratch memory of this thread, valid until the next call. Retained: decode makes one call per layer. Aligned to cache
+// lines.
+inline float* scratch(int64_t floats) {
+  static thread_local std::vector<float> memory;
+  if (memory.size() < size_t(floats) + kLanes) memory.resize(size_t(floats) + kLanes);
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+}
 
 inline vf exponential(vf x) { return exp2v(x * splat(kLog2E)); }
 inline vf sigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + exponential(splat(0.0f) - x)); }
