@@ -138,7 +138,8 @@ class Adapters:
                 f"the adapter has rank {adapter.rank}, and --max-lora-rank is {self._options.rank}",
                 param="--max-lora-rank",
             )
-        unknown, misfits = [], []
+        unknown, misfits, twice = [], [], []
+        changed = set[tuple[int, int]]()
         for module in adapter.modules:
             if (why := self._routed.why_not(module.module)) is not None:
                 raise ConfigError(f"{why}; the adapter has {module.module}", param="--lora-experts")
@@ -152,12 +153,18 @@ class Adapters:
                 misfits.append(
                     f"{module.module} [{module.outputs}, {module.inputs}] instead of [{outputs}, {inputs}]"
                 )
+            elif isinstance(target, Target):
+                own = {(id(target.low), part) for part in target.parts}
+                if not changed.isdisjoint(own):
+                    twice.append(module.module)
+                changed |= own
         misfits += [why for saved in adapter.saved if (why := self._tables.why_not(saved)) is not None]
         problems = [
             f"{what}: {_listed(names)}"
             for what, names in (
                 ("modules that take no adapter", unknown),
                 ("matrices that do not fit", misfits),
+                ("matrices that are changed twice", twice),
             )
             if names
         ]
@@ -310,7 +317,7 @@ class Adapters:
             if held.magnitude is not None:
                 low = held.target.low
                 layer = layers.setdefault(id(low), Scaled(low, divided=columns_of(held.target.taken) != ALL))
-                layer.add(held.target.part, held.a, held.b, held.magnitude, map(rows_of, held.target.taken))
+                layer.add(held.target.parts, held.a, held.b, held.magnitude, map(rows_of, held.target.taken))
         experts = [ScaledExperts(held) for held in copy.experts if held.lengths is not None]
         made = factors_of([*layers.values(), *experts], self._comm)
         keep_factors(experts, made[len(layers) :])
@@ -350,7 +357,8 @@ class Adapters:
             pool = one.target.low.pool
             assert pool is not None
             rank = len(one.a)
-            pool.a[place, one.target.part, :rank].copy_(one.a, non_blocking=True)
+            for part in one.target.parts:
+                pool.a[place, part, :rank].copy_(one.a, non_blocking=True)
             for window in one.target.taken:
                 rows, to, *_ = (*rows_of(window), None)
                 pool.b[place, :rank, to].copy_(one.b[:, rows], non_blocking=True)
