@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from weft.front.http.answers import ModelCard
 from weft.front.lifecycle import Lifecycle, places
 from weft.front.monitoring.metrics import Metrics
 from weft.front.requests.adapters import Adapters, OpenRequest
+from weft.front.requests.model_files import files_of
 from weft.front.requests.reading import Reader, check_model
 from weft.front.requests.setup import GrammarCheck, Setup, TextSetup
 from weft.front.requests.text_threads import TextThreads
@@ -47,7 +47,7 @@ READ_SECONDS = 120.0
 
 def card_of_model(config: EngineConfig, name: str, created: int) -> ModelCard:
     """Return the card of a model for /v1/models. A name that is only accepted is shown as the first served
-    name."""
+    name. ``created``: time of the last change of the files."""
     shown = name if name in config.served_names else config.served_names[0]
     known = about(config.model_path)
     sees = takes_images(config)
@@ -82,7 +82,7 @@ class ServedModel:
         server, for one of several models."""
         self.config, self.section, self.owner = config, section, owner
         self.accepted = (*config.served_names, *config.accepted_names)
-        self.created = int(time.time())
+        self.created = int(files_of(config.model_path)[1])
         self.links = Links(
             owner,
             Patience(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -37,6 +36,7 @@ from weft.front.monitoring.load_history import EngineState
 from weft.front.monitoring.metrics import Metrics
 from weft.front.protocol.ollama_request import LATEST
 from weft.front.protocol.parse import printable
+from weft.front.requests.model_files import files_of
 from weft.front.requests.models.named_model import KeyModels, NamedModel, named_in
 from weft.front.requests.served_model import ServedModel, card_of_model
 from weft.front.requests.weight_updates import UpdatesState
@@ -239,7 +239,7 @@ class SeveralModels:
         self._prove: Prove | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._closing = False
-        self.created = int(time.time())
+        self._created = {plan.facts.name: int(files_of(plan.config.model_path)[1]) for plan in models.plans}
         self.loads = dict.fromkeys(self._slots, 0)
         """Name -> number of loads that succeeded."""
         self.died = asyncio.Event()
@@ -479,7 +479,7 @@ class SeveralModels:
         """Return the card of a model for /v1/models. Raises NotFound for an unknown name."""
         slot = self._known(name)
         config = slot.plan.config
-        card = card_of_model(config, name, self.created)
+        card = card_of_model(config, name, self._created[slot.name])
         card.status = self.table.entries[slot.name].state.value
         return card
 
