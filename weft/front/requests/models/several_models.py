@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from weft.common.clock import Clock, SystemClock
+from weft.common.clock import SystemClock
 from weft.common.errors import ConfigError, InvalidRequest, NotFound, Overloaded, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
@@ -215,12 +215,11 @@ class SeveralModels:
         section: FrontSection,
         front: Front,
         spans: SpanWriter | None,
-        clock: Clock | None = None,
     ) -> None:
         """``front``: objects of the process, without a model."""
         self._front, self._section, self._spans = front, section, spans
         self._keys = models.keys
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._slots = {plan.facts.name: Slot(plan) for plan in models.plans}
         self._names = {
             name: slot
