@@ -20,7 +20,7 @@ from safetensors.torch import load
 from weft.common.errors import ConfigError, EngineDead
 from weft.common.log import get_logger
 from weft.config.adapter_files.reading import MOST_SETTINGS, read_regular
-from weft.config.adapter_files.tensors import AdapterModule
+from weft.config.adapter_files.tensors import AdapterModule, listed
 from weft.config.adapters import CONFIG, WEIGHTS, AdapterFile, digest_of, read_adapter
 from weft.layers.build import AdapterOptions
 from weft.models.adapter_factors import Scaled, factors_of
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 Tensor = torch.Tensor
-
-_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +158,7 @@ class Adapters:
                 changed |= own
         misfits += [why for saved in adapter.saved if (why := self._tables.why_not(saved)) is not None]
         problems = [
-            f"{what}: {_listed(names)}"
+            f"{what}: {listed(names)}"
             for what, names in (
                 ("modules that take no adapter", unknown),
                 ("matrices that do not fit", misfits),
@@ -390,8 +388,3 @@ class Adapters:
             column = tensors[module.magnitude].to(wide).unsqueeze(1)
             lengths = target.placement.arranged(column, wide).squeeze(1)
         return _Held(target=target, a=made[0], b=made[1], magnitude=lengths)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
