@@ -15,7 +15,7 @@ import pytest
 
 from tests.e0.margins import MARGIN, guesses, smallest_margin
 from tests.e0.rig import Answer, make_engine, replaying, run, submit
-from tests.e0.test_grid import FILLER, PROMPTS, plan_submits, small
+from tests.e0.test_grid import FILLER, PROMPTS, small
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.oracle import Oracle
@@ -26,6 +26,7 @@ from weft.runner.graphs import graphs
 from weft.scheduler.policy.draft_policy import DraftPolicy
 from weft.scheduler.scheduler import Scheduler
 from weft.speculation.mtp import MtpDrafter
+from weft.types.messages import Submit
 from weft.types.plan import AllocSlot
 from weft.types.sampling import TokenParams
 
@@ -114,6 +115,23 @@ class Reference:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(tmp_path_factory.mktemp("speculation"))
+
+
+def plan_submits(case: dict[str, Any]) -> tuple[list[list[Submit]], dict[int, tuple[int, int]]]:
+    """Return (sequences to submit before each step, sequence -> (prompt, choice)). Arrivals are spread
+    out."""
+    params, arrivals, who = SAMPLING[case["sampling"]], [], {}
+    for prompt in range(BATCH):
+        group = []
+        for choice in range(case["n"]):
+            sequence = 100 * prompt + choice + 1
+            who[sequence] = (prompt, choice)
+            group.append(submit(sequence, PROMPTS[prompt], params, request=prompt, choice=choice))
+        arrivals.append(group)
+    if case["preempt"]:
+        filler = TokenParams(temperature=0.0, max_tokens=8 * small(case) - 32)
+        arrivals[0].append(submit(9999, FILLER, filler, request=9999, priority=-1))
+    return arrivals, who
 
 
 def oracle(case: dict[str, Any], reference: Reference) -> Oracle:
@@ -209,7 +227,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
             once = TokenParams(max_tokens=1)
             run(engine, [[submit(5000 + i, ids, once, request=5000 + i) for i, ids in enumerate(known)]])
         warmed = engine.stats()
-        arrivals, who = plan_submits({**case, "batch": BATCH})
+        arrivals, who = plan_submits(case)
         answers = run(engine, arrivals)
         stats = engine.stats()
     finally:
