@@ -45,15 +45,15 @@ READ_SECONDS = 120.0
 """Maximum seconds for one large body."""
 
 
-def card_of_model(config: EngineConfig, name: str, created: int) -> ModelCard:
+def card_of_model(config: EngineConfig, name: str) -> ModelCard:
     """Return the card of a model for /v1/models. A name that is only accepted is shown as the first served
-    name. ``created``: time of the last change of the files."""
+    name."""
     shown = name if name in config.served_names else config.served_names[0]
     known = about(config.model_path)
     sees = takes_images(config)
     return ModelCard(
         id=shown,
-        created=created,
+        created=int(files_of(config.model_path)[1]),
         max_model_len=config.kv.max_model_len,
         input_modalities=("text", "image") if sees else ("text",),
         implementation=config.spec.implementation,
@@ -82,7 +82,6 @@ class ServedModel:
         server, for one of several models."""
         self.config, self.section, self.owner = config, section, owner
         self.accepted = (*config.served_names, *config.accepted_names)
-        self.created = int(files_of(config.model_path)[1])
         self.links = Links(
             owner,
             Patience(
@@ -207,4 +206,4 @@ class ServedModel:
 
     def card(self, name: str) -> ModelCard:
         """Return the card of the model for /v1/models: see ``card_of_model``."""
-        return card_of_model(self.config, name, self.created)
+        return card_of_model(self.config, name)

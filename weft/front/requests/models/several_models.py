@@ -36,7 +36,6 @@ from weft.front.monitoring.load_history import EngineState
 from weft.front.monitoring.metrics import Metrics
 from weft.front.protocol.ollama_request import LATEST
 from weft.front.protocol.parse import printable
-from weft.front.requests.model_files import files_of
 from weft.front.requests.models.named_model import KeyModels, NamedModel, named_in
 from weft.front.requests.served_model import ServedModel, card_of_model
 from weft.front.requests.weight_updates import UpdatesState
@@ -238,7 +237,6 @@ class SeveralModels:
         self._prove: Prove | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._closing = False
-        self._created = {plan.facts.name: int(files_of(plan.config.model_path)[1]) for plan in models.plans}
         self.loads = dict.fromkeys(self._slots, 0)
         """Name -> number of loads that succeeded."""
         self.died = asyncio.Event()
@@ -478,7 +476,7 @@ class SeveralModels:
         """Return the card of a model for /v1/models. Raises NotFound for an unknown name."""
         slot = self._known(name)
         config = slot.plan.config
-        card = card_of_model(config, name, self._created[slot.name])
+        card = card_of_model(config, name)
         card.status = self.table.entries[slot.name].state.value
         return card
 
