@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.faults.rig import config_of
+from tests.support.processes import is_alive
 from tests.support.slowness import deadline, until
 from weft.common.errors import EngineDead
 from weft.config.resolved import EngineConfig
@@ -26,13 +26,6 @@ PATIENCE = deadline(60.0)
 def config_in(folder: str) -> EngineConfig:
     """Return a configuration whose workers wait for an engine that never listens."""
     return msgspec.structs.replace(config_of(tensor_parallel_size=2), socket_folder=folder)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.requirement("F40")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import transformers
 
 from tests.e0 import rig
-from tests.e0.rig import Answer, make_engine, replaying, run, submit
-from tests.e0.test_grid import FILLER, PROMPTS, SAMPLING
+from tests.e0.rig import Answer, make_engine, replaying, run
+from tests.e0.test_eagle import arrivals
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.expert_groups import Leading, run_layout
 from tests.support.ranks import on_ranks
@@ -35,8 +35,6 @@ from weft.parallel.mesh import Mesh
 from weft.runner.graphs.graphs import MOST_KEPT
 from weft.runner.graphs.programs import capture_calls
 from weft.types.layout import Layout
-from weft.types.messages import Submit
-from weft.types.sampling import TokenParams
 
 BATCH = 4
 LONG = deadline(30.0)
@@ -85,20 +83,6 @@ def drafted(folder: Path, draft: Path, mesh: Mesh | None = None) -> Any:
         for path, own in ((folder, spec), (draft, draft_part(spec)))
     ]
     return DraftedModel(*both)
-
-
-def arrivals(first: int = 0, filler: bool = False) -> list[list[Submit]]:
-    turns = [
-        [
-            submit(first + 10 * n + at, PROMPTS[n], params, request=10 * n + at)
-            for at, params in enumerate((SAMPLING["greedy"], SAMPLING["seeded"]))
-        ]
-        for n in range(BATCH)
-    ]
-    if filler:
-        long = TokenParams(temperature=0.0, max_tokens=60)
-        turns[0].append(submit(999, FILLER, long, request=999, priority=-1))
-    return turns
 
 
 @cache

@@ -168,4 +168,8 @@ def test_every_bundled_model_has_a_description_that_all_show(weft_server: Any) -
     assert (card["about"], card["example"]) == (known.does, known.question)
     assert card["input_modalities"] == ["text"]
     assert card["implementation"] == "weft"
+    # The time of the files, which every API server of the model gives, also after a restart.
+    files = Path(hub.bundled_models()["spool-text"])
+    newest = max(file.stat().st_mtime for file in (files / "config.json", *files.glob("*.safetensors")))
+    assert card["created"] == int(newest)
     assert about("/no/such/model").does == ""

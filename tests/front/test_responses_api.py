@@ -12,6 +12,7 @@ import openai
 import pydantic
 import pytest
 
+from tests.front.test_messages_api import VALUES
 from tests.support.servers import Running
 from tests.support.slowness import deadline
 from tests.support.tool_template import write_template
@@ -284,24 +285,6 @@ def test_errors_have_their_classes(client: openai.OpenAI, server: Running) -> No
         "background",
         "unsupported_parameter",
     )
-
-
-VALUES: list[Any] = [
-    None,
-    True,
-    0,
-    -1,
-    2**70,
-    1e300,
-    "",
-    "x",
-    "\x00",
-    [],
-    [[]],
-    {},
-    {"type": "x"},
-    [{"type": 5}],
-]
 
 
 @pytest.mark.slow

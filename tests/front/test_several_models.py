@@ -22,7 +22,7 @@ import yaml
 from tests.support.processes import with_role
 from tests.support.servers import Running, Servers
 from tests.support.slowness import deadline, until
-from weft.front.ollama.model_facts import files_of
+from weft.front.requests.model_files import files_of
 
 Start = Callable[..., Running]
 ADMIN = {"Authorization": "Bearer admin-key"}

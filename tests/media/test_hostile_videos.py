@@ -7,13 +7,12 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.media.test_hostile_images import run
 from tests.support.films import film, pictures
 from tests.support.pictures import FACTS, image_file
 from tests.support.slowness import deadline
@@ -28,17 +27,6 @@ from weft.media.video_header import BadVideo
 
 WHERE = "messages[0].content[1]"
 MOST = 1 << 22
-
-
-def run(work: Callable[[MediaService], Coroutine[Any, Any, None]], **fields: Any) -> None:
-    async def main() -> None:
-        made = MediaService(MediaSection(**fields), per_client=True)
-        try:
-            await work(made)
-        finally:
-            await made.close()
-
-    asyncio.run(asyncio.wait_for(main(), deadline(120)))
 
 
 def wanted(file: bytes, name: str = "video 1") -> FileToFetch:

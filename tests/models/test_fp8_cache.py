@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.compared import random_ids, run_mixed
 from tests.support.slow import mostly_slow
 from weft.config.families import load_spec
 from weft.config.resolve import with_cache_dtype
@@ -35,33 +35,16 @@ def _model(checkpoint: Any, dtype: torch.dtype, kv_cache_dtype: str = "fp8") -> 
     return load_model(checkpoint.folder, spec, dtype, CPU, progress=False)
 
 
-def _ids(count: int, vocab: int, seed: int) -> list[int]:
-    made = random.Random(seed)
-    return [made.randrange(vocab) for _ in range(count)]
-
-
-def _run_mixed(harness: Any, sequences: list[Any], prompts: list[int]) -> None:
-    rng = random.Random(4)
-    while any(s.computed < len(s.ids) for s in sequences):
-        prefill, decode = [], []
-        for sequence, prompt in zip(sequences, prompts, strict=True):
-            left = prompt - sequence.computed
-            if left > 0:
-                prefill.append((sequence, rng.randint(1, min(left, 11))))
-            elif sequence.computed < len(sequence.ids) and rng.random() < 0.8:
-                decode.append((sequence, 1))
-        if prefill or decode:
-            harness.step(prefill, decode)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_do_not_depend_on_each_other(name: str, checkpoints: Any, paged: Any) -> None:
     """A row in any mixed batch equals the row alone and in one piece; all unused memory is NaN."""
     model = _model(checkpoints(name), torch.float64)
     harness = paged(model, seed=1)
     lengths, prompts = [41, 17, 26], [25, 3, 26]
-    sequences = [harness.sequence(_ids(n, model.spec.vocab_size, 20 + i)) for i, n in enumerate(lengths)]
-    _run_mixed(harness, sequences, prompts)
+    sequences = [
+        harness.sequence(random_ids(n, model.spec.vocab_size, 20 + i)) for i, n in enumerate(lengths)
+    ]
+    run_mixed(harness, sequences, prompts, seed=4)
     for sequence in sequences:
         alone = paged(model, block_size=5, seed=2)
         again = alone.sequence(sequence.ids)
@@ -80,7 +63,7 @@ def test_logits_are_near_those_of_the_plain_cache(
     for kv_cache_dtype in ("auto", "fp8"):
         harness = paged(_model(checkpoints(name), dtype, kv_cache_dtype))
         dtypes.append({tensor.dtype for layer in harness.kv for ts in layer.values() for tensor in ts})
-        sequence = harness.sequence(_ids(40, 97, 7))
+        sequence = harness.sequence(random_ids(40, 97, 7))
         harness.step([(sequence, 30)])
         while sequence.computed < 40:
             harness.step([], [(sequence, 1)])
@@ -98,7 +81,7 @@ def test_float32_equals_float64(name: str, checkpoints: Any, paged: Any) -> None
     logits = []
     for dtype in (torch.float64, torch.float32):
         harness = paged(_model(checkpoints(name), dtype))
-        sequence = harness.sequence(_ids(40, 97, 8))
+        sequence = harness.sequence(random_ids(40, 97, 8))
         harness.step([(sequence, 30)])
         harness.step([], [(sequence, 10)])
         logits.append(torch.stack(sequence.logits).double())

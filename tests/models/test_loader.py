@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.compared import same_parameters
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.families.weight_files import weight_files
@@ -43,11 +44,6 @@ def _load(folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     return load_model(str(folder), spec, dtype, CPU, progress=False, pack=False, **more)
 
 
-def _same(a: Any, b: Any) -> bool:
-    first, second = dict(a.named_parameters()), dict(b.named_parameters())
-    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
-
-
 def _message(folder: Path, **more: Any) -> str:
     with pytest.raises(ConfigError) as raised:
         _load(folder, **more)
@@ -60,7 +56,7 @@ def test_shards(name: str, checkpoints: Any, tmp_path: Path) -> None:
     checkpoint.reference.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     assert (tmp_path / "model.safetensors.index.json").is_file()
-    assert _same(_load(tmp_path), checkpoint.read())
+    assert same_parameters(_load(tmp_path), checkpoint.read())
 
 
 def test_broken_shards(checkpoints: Any, tmp_path: Path) -> None:
@@ -96,7 +92,7 @@ def test_fused_experts(name: str, checkpoints: Any, tmp_path: Path) -> None:
             tensors[f"{prefix}experts.gate_up_proj"] = torch.stack(gate_up)
             tensors[f"{prefix}experts.down_proj"] = torch.stack(parts[2])
 
-    assert _same(_load(_folder(checkpoint, tmp_path, fuse)), checkpoint.read())
+    assert same_parameters(_load(_folder(checkpoint, tmp_path, fuse)), checkpoint.read())
 
 
 def test_missing_and_unexpected_are_listed_together(checkpoints: Any, tmp_path: Path) -> None:
@@ -125,7 +121,7 @@ def test_harmless_names_are_ignored(checkpoints: Any, tmp_path: Path) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     checkpoint = checkpoints("llama-tied-mha")
-    assert _same(_load(_folder(checkpoint, tmp_path, change)), checkpoint.read())
+    assert same_parameters(_load(_folder(checkpoint, tmp_path, change)), checkpoint.read())
 
 
 def test_a_tied_head_that_differs_is_refused(checkpoints: Any, tmp_path: Path) -> None:
@@ -202,13 +198,13 @@ def test_pickles_are_refused_unless_asked_for(checkpoints: Any, tmp_path: Path) 
     torch.save(state, tmp_path / "pytorch_model.bin")
     for asked in ("auto", "safetensors"):
         assert "--load-format pickle" in _message(tmp_path, load_format=asked)
-    assert _same(_load(tmp_path, load_format="pickle"), checkpoint.read())
+    assert same_parameters(_load(tmp_path, load_format="pickle"), checkpoint.read())
     names = {n: f"pytorch_model-{i % 2}.bin" for i, n in enumerate(sorted(state))}
     (tmp_path / "pytorch_model.bin").unlink()
     for shard in set(names.values()):
         torch.save({n: state[n] for n in names if names[n] == shard}, tmp_path / shard)
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
-    assert _same(_load(tmp_path, load_format="pickle"), checkpoint.read())
+    assert same_parameters(_load(tmp_path, load_format="pickle"), checkpoint.read())
     assert "--load-format auto" in _message(Path(checkpoint.folder), load_format="pickle")
 
 
@@ -232,7 +228,7 @@ def test_safetensors_beside_pickles_win(checkpoints: Any, tmp_path: Path) -> Non
     folder = _folder(checkpoints("qwen2"), tmp_path)
     (folder / "pytorch_model.bin").write_bytes(b"never opened")
     assert [path.name for path in weight_files(folder, "auto")] == ["model.safetensors"]
-    assert _same(_load(folder), checkpoints("qwen2").read())
+    assert same_parameters(_load(folder), checkpoints("qwen2").read())
 
 
 def test_no_weights_at_all(checkpoints: Any, tmp_path: Path) -> None:
@@ -259,7 +255,7 @@ def test_parameters_are_filled_in_place(checkpoints: Any, monkeypatch: pytest.Mo
     loader.fill(model, WEIGHTS.get(spec.family)(spec), files, spec.layers, False)
     assert len(alive) > 50
     assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
-    assert _same(model, checkpoint.read())
+    assert same_parameters(model, checkpoint.read())
 
 
 def test_only_the_first_layers(checkpoints: Any, paged: Any) -> None:
@@ -282,8 +278,8 @@ def test_dummy_weights(name: str, dtype: torch.dtype, checkpoints: Any, paged: A
     checkpoint = checkpoints(name)
     (tmp_path / "config.json").write_text(Path(checkpoint.folder, "config.json").read_text())
     model = _load(tmp_path, dtype, load_format="dummy", seed=5)
-    assert _same(model, _load(tmp_path, dtype, load_format="dummy", seed=5))
-    assert not _same(model, _load(tmp_path, dtype, load_format="dummy", seed=6))
+    assert same_parameters(model, _load(tmp_path, dtype, load_format="dummy", seed=5))
+    assert not same_parameters(model, _load(tmp_path, dtype, load_format="dummy", seed=6))
     model.pack()
     harness = paged(model)
     sequence = harness.sequence(list(range(40)))

@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.compared import distance, random_ids, run_mixed
+
 TOLERANCE = 1e-4
-
-
-def _ids(count: int, vocab: int, seed: int) -> list[int]:
-    made = random.Random(seed)
-    return [made.randrange(vocab) for _ in range(count)]
-
-
-def _distance(ours: list[torch.Tensor], theirs: torch.Tensor) -> float:
-    mine = torch.stack(ours)
-    assert mine.shape == theirs.shape
-    return float((mine - theirs).abs().max() / theirs.abs().max())
-
-
-def _run_mixed(harness: Any, sequences: list[Any], prompts: list[int], seed: int) -> None:
-    """Prompts in random chunks beside other rows' decode steps, until all sequences are computed."""
-    rng = random.Random(seed)
-    mixed = 0
-    while any(s.computed < len(s.ids) for s in sequences):
-        prefill, decode = [], []
-        for sequence, prompt in zip(sequences, prompts, strict=True):
-            left = prompt - sequence.computed
-            if left > 0:
-                prefill.append((sequence, rng.randint(1, min(left, 11))))
-            elif sequence.computed < len(sequence.ids) and rng.random() < 0.8:
-                decode.append((sequence, 1))
-        if prefill or decode:
-            harness.step(prefill, decode)
-        mixed += bool(prefill and decode)
-    assert mixed > 1, "no mixed step was run"
 
 
 def test_whole_prompt_float32(compared: Any, paged: Any) -> None:
     model = compared.load()
-    ids = _ids(61, model.spec.vocab_size, 1)
+    ids = random_ids(61, model.spec.vocab_size, 1)
     harness = paged(model)
     sequence = harness.sequence(ids)
     harness.step([(sequence, len(ids))])
-    assert _distance(sequence.logits, compared.expected(ids)) <= TOLERANCE
+    assert distance(sequence.logits, compared.expected(ids)) <= TOLERANCE
 
 
 @pytest.mark.requirement("B11")
@@ -63,17 +35,19 @@ def _check_chunks(compared: Any, paged: Any) -> None:
     model = compared.load()
     harness = paged(model)
     lengths, prompts = [47, 20, 33, 9], [30, 5, 32, 1]
-    sequences = [harness.sequence(_ids(n, model.spec.vocab_size, 10 + i)) for i, n in enumerate(lengths)]
-    _run_mixed(harness, sequences, prompts, seed=3)
+    sequences = [
+        harness.sequence(random_ids(n, model.spec.vocab_size, 10 + i)) for i, n in enumerate(lengths)
+    ]
+    run_mixed(harness, sequences, prompts, seed=3)
     for sequence in sequences:
-        assert _distance(sequence.logits, compared.expected(sequence.ids)) <= TOLERANCE
+        assert distance(sequence.logits, compared.expected(sequence.ids)) <= TOLERANCE
 
 
 @torch.no_grad()
 def test_greedy_tokens_float64(compared: Any, paged: Any) -> None:
     reference = compared.reference_in_float64()
     harness = paged(compared.load(torch.float64))
-    prompt = _ids(23, harness.model.spec.vocab_size, 5)
+    prompt = random_ids(23, harness.model.spec.vocab_size, 5)
     sequence = harness.sequence(prompt)
     harness.step([(sequence, 9)])
     harness.step([(sequence, 14)])
@@ -95,8 +69,10 @@ def test_rows_do_not_depend_on_each_other(compared: Any, paged: Any) -> None:
     model = compared.load(torch.float64)
     harness = paged(model, seed=1)
     lengths, prompts = [41, 17, 26], [25, 3, 26]
-    sequences = [harness.sequence(_ids(n, model.spec.vocab_size, 20 + i)) for i, n in enumerate(lengths)]
-    _run_mixed(harness, sequences, prompts, seed=4)
+    sequences = [
+        harness.sequence(random_ids(n, model.spec.vocab_size, 20 + i)) for i, n in enumerate(lengths)
+    ]
+    run_mixed(harness, sequences, prompts, seed=4)
     for sequence in sequences:
         alone = paged(model, block_size=5, seed=2)
         again = alone.sequence(sequence.ids)
@@ -109,7 +85,7 @@ def test_rows_do_not_depend_on_each_other(compared: Any, paged: Any) -> None:
 def test_host_upper_bounds_do_not_show(compared: Any, paged: Any) -> None:
     """A context that is shorter on the device than the host planned gives equal logits."""
     model = compared.load(torch.float64)
-    ids = _ids(31, model.spec.vocab_size, 6)
+    ids = random_ids(31, model.spec.vocab_size, 6)
     results = []
     for bound in (0, 6):
         harness = paged(model)
@@ -128,7 +104,7 @@ def test_half_precision_is_close_to_float32(
 ) -> None:
     """Rounding of weights and activations only; a router near a tie may flip, so the mean is compared."""
     checkpoint = checkpoints(name)
-    ids = _ids(40, 97, 7)
+    ids = random_ids(40, 97, 7)
     harness = paged(checkpoint.load(dtype))
     sequence = harness.sequence(ids)
     harness.step([(sequence, 30)])
@@ -145,7 +121,7 @@ def test_dynamic_rope_equals_transformers_when_generating(checkpoints: Any, page
     checkpoint = checkpoints("llama-dynamic")
     reference = checkpoint.reference
     limit = reference.config.max_position_embeddings
-    ids = _ids(limit + 24, 131, 8)
+    ids = random_ids(limit + 24, 131, 8)
     prompt = limit - 8
     cache, theirs = None, []
     for begin, end in [(0, prompt)] + [(p, p + 1) for p in range(prompt, len(ids))]:
@@ -159,12 +135,12 @@ def test_dynamic_rope_equals_transformers_when_generating(checkpoints: Any, page
     harness.step([(sequence, prompt - 200)])
     while sequence.computed < len(ids):
         harness.step([], [(sequence, 1)])
-    assert _distance(sequence.logits, torch.cat(theirs)) <= TOLERANCE
+    assert distance(sequence.logits, torch.cat(theirs)) <= TOLERANCE
     # The same positions in one piece, for which transformers would give other logits.
     whole = paged(harness.model, block_size=16)
     again = whole.sequence(ids)
     whole.step([(again, len(ids))])
-    assert _distance(again.logits, torch.stack(sequence.logits)) <= TOLERANCE
+    assert distance(again.logits, torch.stack(sequence.logits)) <= TOLERANCE
 
 
 def test_single_rank_yields_nothing_and_empty_segments_are_fine(checkpoints: Any, paged: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.support.compared import same_parameters
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.families.weight_files import tensor_names
@@ -43,11 +44,6 @@ def _copy(source: Path, target: Path, rename: Callable[[str], str | None], **cha
     return target
 
 
-def _same(a: Any, b: Any) -> bool:
-    first, second = dict(a.named_parameters()), dict(b.named_parameters())
-    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
-
-
 def _below(prefix: str, head: str = "lm_head.") -> Callable[[str], str]:
     """Names below ``model.`` go below ``prefix``."""
     return lambda name: (
@@ -69,7 +65,7 @@ PREFIXES = {
 def test_the_prefix_is_found(name: str, prefix: str, checkpoints: Any, tmp_path: Path) -> None:
     checkpoint = checkpoints(name)
     folder = _copy(Path(checkpoint.folder), tmp_path / "renamed", PREFIXES[prefix])
-    assert _same(_read(folder), checkpoint.read())
+    assert same_parameters(_read(folder), checkpoint.read())
 
 
 def test_a_tied_head_that_is_saved_below_a_prefix(checkpoints: Any, tmp_path: Path) -> None:
@@ -78,7 +74,7 @@ def test_a_tied_head_that_is_saved_below_a_prefix(checkpoints: Any, tmp_path: Pa
     tensors = load_file(folder / "model.safetensors")
     table = tensors["language_model.model.embed_tokens.weight"]
     save_file({**tensors, "language_model.lm_head.weight": table.clone()}, folder / "model.safetensors")
-    assert _same(_read(folder), checkpoints("llama-tied-mha").read())
+    assert same_parameters(_read(folder), checkpoints("llama-tied-mha").read())
     save_file({**tensors, "language_model.lm_head.weight": table + 1}, folder / "model.safetensors")
     with pytest.raises(
         ConfigError, match=r"ties language_model\.lm_head\.weight to language_model\.model\.emb"
@@ -92,7 +88,7 @@ def test_a_tied_embedding_that_is_saved_as_the_head(generic: bool, checkpoints: 
     source = Path(checkpoints("llama-tied-mha").folder)
     folder = _copy(source, tmp_path / "renamed", lambda n: "lm_head.weight" if "embed_tokens" in n else n)
     more = {"model_impl": "transformers"} if generic else {}
-    assert _same(_read(folder, **more), _read(source, **more))
+    assert same_parameters(_read(folder, **more), _read(source, **more))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     table = load_file(folder / "model.safetensors")["lm_head.weight"]
     assert torch.equal(theirs.get_input_embeddings().weight, table)
@@ -118,7 +114,7 @@ def test_names_of_modules_around_others(
     source = Path(checkpoints("llama").folder)
     folder = _copy(source, tmp_path / "renamed", rename)
     more = {"model_impl": "transformers"} if generic else {}
-    assert _same(_read(folder, **more), _read(source, **more))
+    assert same_parameters(_read(folder, **more), _read(source, **more))
     assert set(tensor_names(folder) or ()) == set(load_file(source / "model.safetensors"))
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, **load_file(source / "model.safetensors")}, folder / "model.safetensors")
@@ -171,7 +167,7 @@ def test_a_tower_s_prefix_is_found_too(name: str, blind: bool, seeing: Any, tmp_
 
     folder = _copy(source, tmp_path / "renamed", rename)
     only = {"language_model_only": blind}
-    assert _same(_read(folder, **only), _read(source, **only))
+    assert same_parameters(_read(folder, **only), _read(source, **only))
 
 
 def test_names_in_pickles(tmp_path: Path) -> None:

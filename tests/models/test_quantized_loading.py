@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support import quantized as make
+from tests.support.compared import same_parameters
 from tests.support.ranks import on_ranks
 from tests.support.sharded import assert_parts, weights_of
 from tests.support.slow import mostly_slow
@@ -112,11 +113,6 @@ def _message(folder: Path) -> str:
     with pytest.raises(ConfigError) as raised:
         _load(folder)
     return raised.value.message
-
-
-def _same(a: Any, b: Any) -> bool:
-    first, second = dict(a.named_parameters()), dict(b.named_parameters())
-    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
 def _fp8(scale: str, **more: Any) -> Quantize:
@@ -217,7 +213,7 @@ FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
 def test_formats(name: str, plain: Path, tmp_path: Path) -> None:
     """Bit for bit in float64, and rounded once to the model's dtype otherwise."""
     packed, exact = _folders(plain, tmp_path, *FORMATS[name])
-    assert _same(_load(packed), _load(exact))
+    assert same_parameters(_load(packed), _load(exact))
     narrow, wanted = _load(packed, torch.bfloat16), _load(exact, torch.bfloat16)
     for (name, ours), (_, theirs) in zip(narrow.named_parameters(), wanted.named_parameters(), strict=True):
         assert torch.allclose(ours.double(), theirs.double(), rtol=2**-8, atol=0), name
@@ -228,7 +224,7 @@ def test_quantized_weights_below_another_prefix(plain: Path, tmp_path: Path) -> 
     weights = packed / "model.safetensors"
     renamed = {name.removeprefix("model."): tensor for name, tensor in load_file(weights).items()}
     save_file(renamed, weights)
-    assert _same(_load(packed), _load(exact))
+    assert same_parameters(_load(packed), _load(exact))
 
 
 @mostly_slow("name", list(FORMATS), ["awq", "gptq", "fp8 blocks", "nvfp4"])
@@ -283,7 +279,7 @@ def test_ranks_read_their_cut(
 def test_parts_in_different_files(name: str, plain: Path, tmp_path: Path) -> None:
     packed, exact = _folders(plain, tmp_path, *FORMATS[name], shards=3)
     assert len(list(packed.glob("model-*.safetensors"))) == 3
-    assert _same(_load(packed), _load(exact))
+    assert same_parameters(_load(packed), _load(exact))
 
 
 def test_what_modelopt_writes(plain: Path, tmp_path: Path) -> None:
@@ -300,7 +296,7 @@ def test_what_modelopt_writes(plain: Path, tmp_path: Path) -> None:
 
     packed, exact = _folders(plain, tmp_path, quantize, None)
     (packed / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
-    assert _same(_load(packed), _load(exact))
+    assert same_parameters(_load(packed), _load(exact))
 
 
 def test_stacked_experts(plain: Path, tmp_path: Path) -> None:
@@ -334,7 +330,7 @@ def test_stacked_experts(plain: Path, tmp_path: Path) -> None:
         save_file(wanted, exact / "model.safetensors")
         said = {"quant_method": "mxfp4"} if form == "mxfp4" else FP8
         (packed / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
-        assert _same(_load(packed), _load(exact))
+        assert same_parameters(_load(packed), _load(exact))
     short = {n: t[:2].contiguous() if n.startswith(prefix) else t for n, t in saved.items()}
     save_file(short, packed / "model.safetensors")
     assert re.search(r"experts\.(gate_up|down)_proj .* the result has \d+ bytes", _message(packed))
@@ -386,7 +382,7 @@ def test_gpt_oss(tmp_path: Path) -> None:
     """
     gpt_oss_folders(tmp_path)
     ours, exact = _load(tmp_path / "packed"), _load(tmp_path / "exact")
-    assert _same(ours, exact)
+    assert same_parameters(ours, exact)
     for expert in (False, True):
         layout = Layout(tensor=2, expert=expert)
         ranks = on_ranks(layout, lambda mesh: _load(tmp_path / "packed", mesh=mesh))
@@ -446,7 +442,7 @@ def test_deepseek_v4(tmp_path: Path) -> None:
     """FP8 blocks with a ``scale`` of exponents, experts of two E2M1 values a byte, the rest plain."""
     deepseek_v4_folders(tmp_path)
     exact = _load(tmp_path / "exact")
-    assert _same(_load(tmp_path / "packed"), exact)
+    assert same_parameters(_load(tmp_path / "packed"), exact)
     ranks = on_ranks(Layout(tensor=2), lambda mesh: _load(tmp_path / "packed", mesh=mesh))
     assert_parts(weights_of(exact), [weights_of(rank) for rank in ranks])
 
@@ -524,7 +520,7 @@ def test_zero_points_beside_fp8(plain: Path, tmp_path: Path) -> None:
         "model.layers.0.self_attn.k_bmm_quantizer._amax": torch.ones(()),
     }
     _change(packed, lambda tensors: tensors.update(zeros))
-    assert _same(_load(packed), _load(exact))
+    assert same_parameters(_load(packed), _load(exact))
     ones = {f"{name}.weight_zero_point": torch.ones(128, 1)}
     _change(packed, lambda tensors: tensors.update(ones))
     assert f"{name}.weight in model.safetensors do not fit: zero points of" in _message(packed)
@@ -539,7 +535,7 @@ def test_configurations_of_older_tools(file: str, name: str, plain: Path, tmp_pa
         "awq": {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"},
     }
     (packed / file).write_text(json.dumps(older[name]))
-    assert _same(_load(packed), _load(exact))
+    assert same_parameters(_load(packed), _load(exact))
     (exact / file).write_text('{"bits": 3}')  # left over beside plain weights
     assert load_spec(str(exact)).quantized is None
 
@@ -549,7 +545,7 @@ def test_a_configuration_that_is_left_over(plain: Path, tmp_path: Path) -> None:
     left = {"quant_method": "bitsandbytes", "_load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     packed, exact = _folders(plain, tmp_path, lambda name, weight: None, left)
     assert load_spec(str(packed)).quantized is None
-    assert _same(_load(packed), _load(exact))
+    assert same_parameters(_load(packed), _load(exact))
     state = {"model.layers.0.self_attn.q_proj.weight.absmax": torch.ones(4)}
     _change(packed, lambda tensors: tensors.update(state))
     assert "quant_method = 'bitsandbytes' is not supported" in _message(packed)
@@ -562,7 +558,7 @@ def test_a_quantized_head_of_a_tied_model(plain: Path, tmp_path: Path) -> None:
     _change(packed, lambda tensors: tensors.update({f"lm_head.{end}": part for end, part in parts.items()}))
     _change(packed, lambda tensors: tensors.pop("lm_head.weight"))
     _change(exact, lambda tensors: tensors.update({"lm_head.weight": values.contiguous()}))
-    assert _same(_load(packed), _load(exact))
+    assert same_parameters(_load(packed), _load(exact))
     config = json.loads((packed / "config.json").read_text())
     (packed / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     assert "weights of its own: set tie_word_embeddings to false" in _message(packed)
@@ -573,7 +569,7 @@ def test_biases_of_zeros_beside_gptq(plain: Path, tmp_path: Path) -> None:
     packed, exact = _folders(plain, tmp_path, *FORMATS["gptq"])
     name = "model.layers.0.self_attn.q_proj.bias"
     _change(packed, lambda tensors: tensors.update({name: torch.zeros(128)}))
-    assert _same(_load(packed), _load(exact))
+    assert same_parameters(_load(packed), _load(exact))
     _change(packed, lambda tensors: tensors.update({name: torch.ones(128)}))
     assert f"weight {name} is not zero" in _message(packed)
     _change(packed, lambda tensors: tensors.pop(name))

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.support.compared import distance
 from tests.support.ranks import on_ranks
 from tests.support.vision_models import CASES, PLACEHOLDER, Clip, Prompt, Seen, make_prompt, types_of
 from weft.attention.base import StepInput
@@ -39,12 +40,6 @@ def _expected(reference: Any, prompt: Prompt, ids: list[int], spec: Any, dtype: 
     return result
 
 
-def _distance(ours: list[Tensor], theirs: Tensor) -> float:
-    mine = torch.stack(ours)
-    assert mine.shape == theirs.shape
-    return float((mine - theirs).abs().max() / theirs.abs().max())
-
-
 @pytest.fixture(params=list(CASES))
 def checkpoint(request: pytest.FixtureRequest, seeing: Any) -> Any:
     """Each of the tiny models in turn."""
@@ -59,7 +54,7 @@ def test_whole_prompts_float32(checkpoint: Any, paged: Any) -> None:
         sequence = harness.reading(prompt)
         harness.step([(sequence, len(prompt.ids))])
         theirs = _expected(checkpoint.reference, prompt, prompt.ids, model.spec, torch.float32)
-        assert _distance(sequence.logits, theirs) <= TOLERANCE
+        assert distance(sequence.logits, theirs) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"kimi-k25"}))
@@ -77,7 +72,7 @@ def test_videos_float32(name: str, seeing: Any, paged: Any) -> None:
             sequence = harness.reading(prompt)
             for first in range(0, len(prompt.ids), size):
                 harness.step([(sequence, min(size, len(prompt.ids) - first))])
-            assert _distance(sequence.logits, theirs) <= TOLERANCE
+            assert distance(sequence.logits, theirs) <= TOLERANCE
 
 
 def test_images_matter(checkpoint: Any, paged: Any) -> None:
@@ -126,7 +121,7 @@ def test_chunks_beside_text_float32(checkpoint: Any, paged: Any) -> None:
     _mixed(harness, sequences, [len(prompt.ids) for prompt in prompts], seed=2)
     for sequence, prompt in zip(sequences, prompts, strict=True):
         theirs = _expected(checkpoint.reference, prompt, sequence.ids, model.spec, torch.float32)
-        assert _distance(sequence.logits, theirs) <= TOLERANCE
+        assert distance(sequence.logits, theirs) <= TOLERANCE
 
 
 def test_greedy_tokens_float64_in_turns(checkpoint: Any, paged: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.compared import distance
 from tests.support.ranks import on_ranks
 from tests.support.slow import mostly_slow
 from tests.support.vision_models import Prompt, make_prompt, random_image
@@ -45,12 +46,6 @@ def expected(reference: Any, name: str, prompt: Prompt, ids: list[int], spec: An
         inputs[kind] = torch.tensor([[int(token == PLACEHOLDER) for token in ids]])
     result: Tensor = reference(torch.tensor([ids]), use_cache=False, **inputs).logits[0]
     return result
-
-
-def distance(ours: list[Tensor], theirs: Tensor) -> float:
-    mine = torch.stack(ours)
-    assert mine.shape == theirs.shape
-    return float((mine - theirs).abs().max() / theirs.abs().max())
 
 
 @mostly_slow("name", NAMES, ["gemma3", "gemma4"])

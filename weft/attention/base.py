@@ -7,7 +7,7 @@ per segment. Cumulative lengths and indices inside a ``SegmentInput`` are relati
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeAlias
 
@@ -179,6 +179,16 @@ class Backend(ABC):
         outlive the step.
         """
         return None
+
+
+def check_served(
+    name: str, dtype: torch.dtype, device: torch.device, dtypes: Container[torch.dtype], *devices: str
+) -> None:
+    """Raise ConfigError unless the backend ``name`` has ``dtype`` and the type of ``device``."""
+    if dtype not in dtypes:
+        raise ConfigError(f"attention backend '{name}' has no {dtype}", param="--dtype")
+    if device.type not in devices:
+        raise ConfigError(f"attention backend '{name}' does not run on {device.type}", param="--device")
 
 
 def refuse_fp8(name: str, cache: CacheSpec) -> None:

@@ -159,22 +159,13 @@ class SharedTable(m.ModelTable):
     """``ModelTable`` over the sum of the requests of all members. Does not return ``StopLines``: members stop
     the lines of a model that drains when the members see the record."""
 
-    def __init__(
-        self,
-        models: Iterable[m.ModelFacts],
-        budget: int | None = None,
-        *,
-        lease: float = LEASE_S,
-        **times: Any,
-    ) -> None:
-        """``lease``: see ``LEASE_S``. The rest: see ``ModelTable``."""
-        super().__init__(models, budget, **times)
+    def __init__(self, models: Iterable[m.ModelFacts], budget: int | None = None) -> None:
+        super().__init__(models, budget)
         self.version = 1
         """Number of the present record. The number grows when an API server must act."""
         self.loads = dict.fromkeys(self.entries, 0)
         """Name -> number of the present or last load."""
         self.succeeded = dict.fromkeys(self.entries, 0)
-        self._lease = lease
         self._uses: dict[str, dict[str, Use]] = {}
         """Member -> model -> use."""
         self._seen: dict[str, int] = {}
@@ -338,7 +329,7 @@ class SharedTable(m.ModelTable):
         self._ticked = now
         if late:  # the owner stood still, so no report could arrive
             self._behind = {front: since + late + STALL_S for front, since in self._behind.items()}
-        gone = [front for front, since in self._behind.items() if now - since > self._lease]
+        gone = [front for front, since in self._behind.items() if now - since > LEASE_S]
         self._behind.update(dict.fromkeys(gone, now))
         return [Expel(front) for front in gone]
 

@@ -7,7 +7,7 @@
 A request for a model that is not up waits. Waiting models load in the order of their first request, within
 the budget. To make room, models that nobody uses are unloaded first. A model in use drains: new requests for
 the model wait, running requests end by themselves, and then the model is unloaded. So an unload ends no
-stream. A model in use drains only ``hysteresis`` seconds after its load. Until then all its requests are
+stream. A model in use drains only ``HYSTERESIS_S`` seconds after its load. Until then all its requests are
 served, and two models that alternate are served in batches.
 
 Lines of batches are background work. The table treats a model that only lines use as unused:
@@ -293,20 +293,10 @@ class Entry:
 class ModelTable:
     """Decides which models are loaded. ``on(event, now)`` returns the actions; ``entries`` has the state."""
 
-    def __init__(
-        self,
-        models: Iterable[ModelFacts],
-        budget: int | None = None,
-        *,
-        hysteresis: float = HYSTERESIS_S,
-        quiet: float = QUIET_S,
-        backoff: float = BACKOFF_S,
-    ) -> None:
-        """``budget``: maximum bytes of all models that are not cold; None for no maximum. The other
-        arguments: see ``HYSTERESIS_S``, ``QUIET_S`` and ``BACKOFF_S``."""
+    def __init__(self, models: Iterable[ModelFacts], budget: int | None = None) -> None:
+        """``budget``: maximum bytes of all models that are not cold; None for no maximum."""
         self.entries = {one.name: Entry(one, one.cost, one.pinned) for one in models}
         self._budget = math.inf if budget is None else budget
-        self._hysteresis, self._quiet, self._backoff = hysteresis, quiet, backoff
         self._now = 0.0
 
     @property
@@ -327,7 +317,7 @@ class ModelTable:
         if entry.state is ModelState.LOADING:
             left -= self._now - entry.since
         elif self.used + entry.cost > self._budget:
-            left += self._hysteresis
+            left += HYSTERESIS_S
         return max(left, 1.0)
 
     def start(self, now: float) -> list[Action]:
@@ -526,7 +516,7 @@ class ModelTable:
 
     def _refusal(self, entry: Entry) -> WeftError | None:
         """Return why the model cannot be loaded now or later; None if the model can be loaded."""
-        if self._now < entry.failed + self._backoff:
+        if self._now < entry.failed + BACKOFF_S:
             assert entry.error is not None
             return Unavailable(entry.error.message)
         pinned = sum(
@@ -560,13 +550,13 @@ class ModelTable:
         """Return True if another model may take the place of the model, for a request."""
         if _in_background(entry):
             return True
-        if not entry.used and self._now >= max(entry.wanted, entry.idle) + self._quiet:
+        if not entry.used and self._now >= max(entry.wanted, entry.idle) + QUIET_S:
             return True
-        return self._now >= entry.since + self._hysteresis
+        return self._now >= entry.since + HYSTERESIS_S
 
     def _may_drain_for_lines(self, entry: Entry) -> bool:
         """Return True if another model may take the place of the model, for lines of batches."""
-        if entry.used or self._now < entry.since + self._hysteresis:
+        if entry.used or self._now < entry.since + HYSTERESIS_S:
             return False
         if entry.batch and self._now < entry.since + TURN_S:
             return False

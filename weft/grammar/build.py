@@ -22,9 +22,9 @@ from weft.types.grammar import (
 )
 
 
-def json_object(*, compact: bool = False) -> Grammar:
+def json_object() -> Grammar:
     """Return the grammar of any JSON object: ``response_format: {"type": "json_object"}``."""
-    return JsonSchema(schema='{"type":"object"}', compact=compact)
+    return JsonSchema(schema='{"type":"object"}')
 
 
 def json_schema(schema: Any, *, compact: bool = False, param: str = "response_format") -> Grammar:

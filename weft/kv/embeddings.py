@@ -167,14 +167,12 @@ class EmbeddingCache:
         """
         return self._make_room(blocks, victims) and blocks <= len(self._free)
 
-    def lift(
-        self, held: Embedded, victims: Iterable[Embedded] | None = None, *, settled: bool = False
-    ) -> bool:
+    def lift(self, held: Embedded, victims: Iterable[Embedded] | None = None) -> bool:
         """Move an embedding from host blocks to device blocks, reserved as in ``add``, with an update of the
-        next plan. Return False if blocks are missing; evictions may have happened with ``settled``."""
+        next plan. Return False if blocks are missing."""
         # An eviction for the device blocks may need host blocks, but must not take `held.blocks`.
         held.pins += 1
-        blocks = self._take(self.blocks_of(held.count), victims, settled)
+        blocks = self._take(self.blocks_of(held.count), victims, settled=False)
         held.pins -= 1
         if blocks is None:
             return False

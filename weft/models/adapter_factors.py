@@ -20,32 +20,39 @@ Tensor = torch.Tensor
 
 @dataclass(slots=True)
 class Scaled:
-    """The adapter's parts of one layer."""
+    """The adapter's matrices of one layer."""
 
     low: LowRank
     divided: bool
     """True if ranks have parts of the inputs."""
-    _parts: list[tuple[int, Tensor, Tensor, Tensor, list[tuple[slice, slice]]]] = field(default_factory=list)
+    _matrices: list[tuple[tuple[int, ...], Tensor, Tensor, Tensor, list[tuple[slice, slice]]]] = field(
+        default_factory=list
+    )
 
     def add(
-        self, part: int, a: Tensor, b: Tensor, magnitude: Tensor, rows: Iterable[tuple[slice, slice]]
+        self,
+        parts: tuple[int, ...],
+        a: Tensor,
+        b: Tensor,
+        magnitude: Tensor,
+        rows: Iterable[tuple[slice, slice]],
     ) -> None:
         """Add a published matrix: a [rank, inputs of this rank], b [rank, outputs], magnitude [outputs].
 
         ``rows``: (rows of the published matrix, rows of the layer) on this rank.
         """
-        self._parts.append((part, a, b, magnitude, list(rows)))
+        self._matrices.append((parts, a, b, magnitude, list(rows)))
 
     def squares(self) -> Tensor:
         """Return the square sums of the rows of the layer with the adapter, partial if divided."""
         pool = self.low.pool
         assert pool is not None
-        _, parts, _, inputs = pool.a.shape
-        rank = max(len(a) for _, a, *_ in self._parts)
-        first = pool.a.new_zeros(parts, rank, inputs)
+        _, count, _, inputs = pool.a.shape
+        rank = max(len(a) for _, a, *_ in self._matrices)
+        first = pool.a.new_zeros(count, rank, inputs)
         second = pool.b.new_zeros(rank, pool.b.shape[2])
-        for part, a, b, _, rows in self._parts:
-            first[part, : len(a)] = a.to(first.device)
+        for parts, a, b, _, rows in self._matrices:
+            first[list(parts), : len(a)] = a.to(first.device)
             for source, to in rows:
                 second[: len(a), to] = b[:, source].to(second.device)
         return self.low.squares(inputs, first, second)
@@ -53,7 +60,7 @@ class Scaled:
     def factors(self, squares: Tensor) -> Tensor:
         """Return the factors of the outputs; 1 for outputs without a length."""
         made = torch.ones_like(squares)
-        for _, _, _, magnitude, rows in self._parts:
+        for _, _, _, magnitude, rows in self._matrices:
             for source, to in rows:
                 made[to] = magnitude[source].to(made.device) / squares[to].sqrt()
         return made

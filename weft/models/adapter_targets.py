@@ -5,12 +5,16 @@ go, and ``X.lora_A`` where the columns go. No family code deals with adapters.
 
     layer divided by outputs     A whole, B cut as the outputs
     layer divided by inputs      A cut as the inputs, B whole; the products are added to the partial results
+
+A layer has one A for each of the smallest published matrices in its rows (q, k, v). A matrix that is
+published joined (qkv) has its A in each of these parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +37,8 @@ class Target:
     """The place of one published matrix in the low-rank part of a layer."""
 
     low: LowRank
-    part: int
+    parts: tuple[int, ...]
+    """Parts of the layer with rows of the matrix."""
     placement: Placement
     shape: tuple[int, int]
     """Outputs and inputs of the published matrix."""
@@ -59,21 +64,23 @@ def targets_of(model: Model, weights: WeightMap) -> dict[str, Target]:
     made: dict[str, Target] = {}
     for owner, placed in found.items():
         weight = parameters[owner + _WEIGHT]
-        spans = []
-        # Names of one matrix in several forms share the part. A slice has no hash.
-        parts = dict[tuple[object, ...], int]()
-        for name, placement in placed:
-            rows = (repr(placement.index), placement.groups, placement.parts, placement.read)
-            known = rows in parts
-            part = parts.setdefault(rows, len(parts))
-            taken = tuple(windows(weight, placement.index))
+        rows = [_span(*placement.index, count=weight.global_shape[0]) for _, placement in placed]
+        parts = list(pairwise(sorted({edge for span in rows for edge in span})))
+        for (name, placement), (begin, end) in zip(placed, rows, strict=True):
             outputs, inputs = part_shape(weight, placement.index)
             made[name] = Target(
-                low=layers[owner], part=part, placement=placement, shape=(outputs, inputs), taken=taken
+                low=layers[owner],
+                parts=tuple(n for n, (first, last) in enumerate(parts) if begin <= first and last <= end),
+                placement=placement,
+                shape=(outputs, inputs),
+                taken=tuple(windows(weight, placement.index)),
             )
-            if not known:
-                spans += [(part, *_span(rows_of(window)[1], weight.parameter.shape[0])) for window in taken]
         outputs, inputs = weight.parameter.shape
+        spans = [
+            (part, *_span(rows_of(window)[1], count=outputs))
+            for part, edges in enumerate(parts)
+            for window in windows(weight, (slice(*edges),))
+        ]
         layers[owner].allocate(len(parts), (outputs, inputs), spans)
     return made
 
@@ -113,6 +120,8 @@ def columns_of(taken: Iterable[Window]) -> slice:
     return next((window.source[1] for window in taken if len(window.source) > 1), ALL)
 
 
-def _span(rows: slice, count: int) -> tuple[int, int]:
+def _span(rows: int | slice = ALL, *, count: int) -> tuple[int, int]:
+    """Return (begin, end) of ``rows`` of ``count`` rows."""
+    assert isinstance(rows, slice)
     begin, end, _ = rows.indices(count)
     return begin, end

@@ -20,7 +20,7 @@ from safetensors.torch import load
 from weft.common.errors import ConfigError, EngineDead
 from weft.common.log import get_logger
 from weft.config.adapter_files.reading import MOST_SETTINGS, read_regular
-from weft.config.adapter_files.tensors import AdapterModule
+from weft.config.adapter_files.tensors import AdapterModule, listed
 from weft.config.adapters import CONFIG, WEIGHTS, AdapterFile, digest_of, read_adapter
 from weft.layers.build import AdapterOptions
 from weft.models.adapter_factors import Scaled, factors_of
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 Tensor = torch.Tensor
-
-_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +136,8 @@ class Adapters:
                 f"the adapter has rank {adapter.rank}, and --max-lora-rank is {self._options.rank}",
                 param="--max-lora-rank",
             )
-        unknown, misfits = [], []
+        unknown, misfits, twice = [], [], []
+        changed = set[tuple[int, int]]()
         for module in adapter.modules:
             if (why := self._routed.why_not(module.module)) is not None:
                 raise ConfigError(f"{why}; the adapter has {module.module}", param="--lora-experts")
@@ -152,12 +151,18 @@ class Adapters:
                 misfits.append(
                     f"{module.module} [{module.outputs}, {module.inputs}] instead of [{outputs}, {inputs}]"
                 )
+            elif isinstance(target, Target):
+                own = {(id(target.low), part) for part in target.parts}
+                if not changed.isdisjoint(own):
+                    twice.append(module.module)
+                changed |= own
         misfits += [why for saved in adapter.saved if (why := self._tables.why_not(saved)) is not None]
         problems = [
-            f"{what}: {_listed(names)}"
+            f"{what}: {listed(names)}"
             for what, names in (
                 ("modules that take no adapter", unknown),
                 ("matrices that do not fit", misfits),
+                ("matrices that are changed twice", twice),
             )
             if names
         ]
@@ -310,7 +315,7 @@ class Adapters:
             if held.magnitude is not None:
                 low = held.target.low
                 layer = layers.setdefault(id(low), Scaled(low, divided=columns_of(held.target.taken) != ALL))
-                layer.add(held.target.part, held.a, held.b, held.magnitude, map(rows_of, held.target.taken))
+                layer.add(held.target.parts, held.a, held.b, held.magnitude, map(rows_of, held.target.taken))
         experts = [ScaledExperts(held) for held in copy.experts if held.lengths is not None]
         made = factors_of([*layers.values(), *experts], self._comm)
         keep_factors(experts, made[len(layers) :])
@@ -350,7 +355,8 @@ class Adapters:
             pool = one.target.low.pool
             assert pool is not None
             rank = len(one.a)
-            pool.a[place, one.target.part, :rank].copy_(one.a, non_blocking=True)
+            for part in one.target.parts:
+                pool.a[place, part, :rank].copy_(one.a, non_blocking=True)
             for window in one.target.taken:
                 rows, to, *_ = (*rows_of(window), None)
                 pool.b[place, :rank, to].copy_(one.b[:, rows], non_blocking=True)
@@ -382,8 +388,3 @@ class Adapters:
             column = tensors[module.magnitude].to(wide).unsqueeze(1)
             lengths = target.placement.arranged(column, wide).squeeze(1)
         return _Held(target=target, a=made[0], b=made[1], magnitude=lengths)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

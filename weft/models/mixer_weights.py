@@ -7,14 +7,14 @@ from weft.config.spec import DeltaSpec, ModelSpec
 from weft.models.weights import WeightMap, add_experts
 
 
-def add_decoder(made: WeightMap, spec: ModelSpec, embedding: str, norm: str, head: str = "lm_head") -> None:
+def add_decoder(made: WeightMap, spec: ModelSpec, embedding: str, norm: str) -> None:
     """Add embedding, final norm and head to ``made``, with the family's names."""
     made.add(f"{embedding}.weight", "embedding.weight")
     made.add_norm(spec, norm, "norm")
     if spec.tied:
-        made.same_as[f"{head}.weight"] = f"{embedding}.weight"
+        made.same_as["lm_head.weight"] = f"{embedding}.weight"
     elif spec.head:
-        made.add(f"{head}.weight", "head.weight")
+        made.add("lm_head.weight", "head.weight")
 
 
 def add_grouped_attention(

@@ -105,13 +105,10 @@ class AgentSimulation(Simulation):
         *,
         retention: float,
         seed: int = 0,
-        noise: float = 0.0,
         levels: Sequence[StoreCosts] = (),
     ) -> None:
         arrivals = _first_arrivals(agents, seed)
-        super().__init__(
-            kv, section, cost, arrivals, seed=seed, noise=noise, retention=retention, levels=levels
-        )
+        super().__init__(kv, section, cost, arrivals, seed=seed, retention=retention, levels=levels)
         self._agents, self._block_size = agents, kv.block_size
         self._requests = agents.sessions * agents.turns + agents.others
         common = np.random.default_rng(seed).integers(0, VOCABULARY, agents.shared, dtype=np.int32)

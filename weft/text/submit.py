@@ -99,8 +99,6 @@ def build_submits(
     *,
     ids: IdMint,
     seed: int,
-    priority: int = 0,
-    salt: str = "",
     prompt_param: str = "prompt",
 ) -> list[Submit]:
     """Return one Submit per choice (``n``) of one prompt; see ``submits_of``.
@@ -120,8 +118,6 @@ def build_submits(
         params.n,
         ids=ids,
         seed=seed,
-        priority=priority,
-        salt=salt,
         routes=first_route(params),
         forced=params.force_routed_experts,
     )

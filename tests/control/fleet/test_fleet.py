@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import pytest
 
 from tests.control.fleet.driver import DIED, PATIENCE, Driver, error_of, ids
+from tests.control.fleet.pair_model import columns
 from weft.common.errors import ErrorInfo
 from weft.common.restarts import MOST_LOSSES
 from weft.control.fleet import fleet_events as e
@@ -550,13 +550,6 @@ def test_closing_ends_open_sequences_and_notifies_instances(shutdown: bool, mess
 def test_prompt_logprobs_are_reported_once() -> None:
     one = Driver("a", "b").up()
     one.open(1)
-
-    def columns(first: int, count: int) -> m.LogprobColumns:
-        values = np.arange(first, first + count, dtype="<i4")
-        return m.LogprobColumns(
-            width=1, ids=values.tobytes(), values=values.astype("<f4").tobytes(), rank=values.tobytes()
-        )
-
     one.tokens("a", 1, prompt_logprobs=columns(0, 1))
     one.lose("a")
     one.tokens("b", 1, prompt_logprobs=columns(0, 1))

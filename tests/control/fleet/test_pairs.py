@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from tests.control.fleet.driver import DIED, PATIENCE, Driver, error_of, ids
+from tests.control.fleet.pair_model import columns
 from weft.common.errors import EndedElsewhere, ErrorInfo, PeerEnded, RanksLost
 from weft.common.restarts import MOST_LOSSES
 from weft.control.fleet import fleet_events as e
@@ -84,13 +84,6 @@ def finished(one: Driver) -> list[str]:
 
 def said(one: Driver) -> list[tuple[tuple[int, ...], str | None]]:
     return [(event.token_ids, event.finish) for event in one.delivered()]
-
-
-def columns(first: int, count: int) -> m.LogprobColumns:
-    values = np.arange(first, first + count, dtype="<i4")
-    return m.LogprobColumns(
-        width=1, ids=values.tobytes(), values=values.astype("<f4").tobytes(), rank=values.tobytes()
-    )
 
 
 def rest(one: Driver, name: str, sequence: int, start: int = 1, position: int = 1) -> None:

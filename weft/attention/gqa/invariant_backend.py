@@ -25,7 +25,7 @@ from math import gcd
 import numpy as np
 import torch
 
-from weft.attention.base import AttentionBackend, CoreInput, SegmentInput
+from weft.attention.base import AttentionBackend, CoreInput, SegmentInput, check_served
 from weft.attention.gqa.reach import cap_, first_read
 from weft.attention.gqa.torch_backend import BITS
 from weft.common.errors import ConfigError
@@ -98,12 +98,7 @@ class InvariantAttention(AttentionBackend):
 
         Tries the product shapes, which takes time.
         """
-        if dtype not in BITS:
-            raise ConfigError(f"attention backend 'invariant' has no {dtype}", param="--dtype")
-        if device.type != "cpu":
-            raise ConfigError(
-                f"attention backend 'invariant' does not run on {device.type}", param="--device"
-            )
+        check_served("invariant", dtype, device, BITS, "cpu")
         if spec.heads % cache.kv_heads:
             raise ConfigError(
                 f"{spec.heads} query heads cannot share {cache.kv_heads} KV heads", param="--model"

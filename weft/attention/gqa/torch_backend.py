@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from weft.attention.base import AttentionBackend, CoreInput, SegmentInput
+from weft.attention.base import AttentionBackend, CoreInput, SegmentInput, check_served
 from weft.attention.gqa.reach import capped_attention, first_read
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
@@ -91,10 +91,7 @@ class TorchAttention(AttentionBackend):
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Raise ConfigError for a model, dtype or device without support."""
-        if dtype not in BITS:
-            raise ConfigError(f"attention backend 'torch' has no {dtype}", param="--dtype")
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"attention backend 'torch' does not run on {device.type}", param="--device")
+        check_served("torch", dtype, device, BITS, "cpu", "cuda")
         if spec.heads % cache.kv_heads:
             raise ConfigError(
                 f"{spec.heads} query heads cannot share {cache.kv_heads} KV heads", param="--model"

@@ -12,11 +12,10 @@ from math import gcd
 
 import torch
 
-from weft.attention.base import CoreInput, SegmentInput, refuse_fp8
+from weft.attention.base import CoreInput, SegmentInput, check_served, refuse_fp8
 from weft.attention.gqa.invariant_backend import TILE, PieceMemory, TileGroup, cut, pair_shapes, tiles
 from weft.attention.gqa.torch_backend import BITS
 from weft.attention.mla.latent import LatentBackend, LatentInput
-from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.fixed_shapes import ProductShapes, linear
 from weft.ops.latent_ops import rotate_pairs
@@ -44,12 +43,7 @@ class InvariantLatent(LatentBackend):
 
         Tries the product shapes, which takes time.
         """
-        if dtype not in BITS:
-            raise ConfigError(f"attention backend 'invariant' has no {dtype}", param="--dtype")
-        if device.type != "cpu":
-            raise ConfigError(
-                f"attention backend 'invariant' does not run on {device.type}", param="--device"
-            )
+        check_served("invariant", dtype, device, BITS, "cpu")
         refuse_fp8("invariant", cache)
         assert spec.mla is not None
         pair_shapes(cache.width, spec.mla.kv_lora, wide(dtype))  # try the shapes before any request

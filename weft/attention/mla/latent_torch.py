@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from weft.attention.base import CoreInput, SegmentInput
+from weft.attention.base import CoreInput, SegmentInput, check_served
 from weft.attention.gqa.torch_backend import BITS, GATHER, PieceGroup, batches, cut, make_group
 from weft.attention.mla.latent import LatentBackend, LatentInput
 from weft.attention.mla.merge import merge
-from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops import kv_fp8
 from weft.ops.latent_ops import rotate_pairs
@@ -46,10 +45,7 @@ class TorchLatent(LatentBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if dtype not in BITS:
-            raise ConfigError(f"attention backend 'torch' has no {dtype}", param="--dtype")
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"attention backend 'torch' does not run on {device.type}", param="--device")
+        check_served("torch", dtype, device, BITS, "cpu", "cuda")
 
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype

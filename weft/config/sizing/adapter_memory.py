@@ -24,7 +24,7 @@ def adapter_bytes(spec: ModelSpec, dtype: str, lora: LoraSection, layout: Layout
     if spec.moe is not None:
         numbers += len(spec.moe.layers) * _routed(spec, spec.moe, lora.lora_experts, layout, redundant)
     vocab = -(-spec.vocab_size // layout.tensor)
-    numbers += (1 + spec.head) * (vocab + spec.hidden)
+    numbers += (1 + spec.head) * (vocab + spec.hidden) + lora.max_lora_rank  # A of the embedding: an identity
     place = numbers * lora.max_lora_rank
     if lora.lora_saved_modules:
         place += (1 + spec.head) * vocab * spec.hidden

@@ -40,7 +40,6 @@ class KubernetesGroups:
         namespace: str = "",
         server: str = "",
         account: Path = ACCOUNT,
-        port: str = PORT,
         again: float = AGAIN_S,
     ) -> None:
         """Start to watch. ``namespace``: default: that of the service account. ``server``: URL of the API
@@ -57,7 +56,7 @@ class KubernetesGroups:
                 param="--directory",
             ) from error
         authority = account / "ca.crt"
-        self._slices = EndpointSlices(port)
+        self._slices = EndpointSlices(PORT)
         self._client = httpx.Client(
             base_url=f"{server}/apis/discovery.k8s.io/v1/namespaces/{namespace}",
             verify=str(authority) if authority.exists() else True,

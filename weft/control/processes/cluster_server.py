@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from weft.common import signals
-from weft.common.clock import Clock, SystemClock
+from weft.common.clock import SystemClock
 from weft.common.errors import ReportedError
 from weft.common.log import get_logger
 from weft.control.links.link import Address
@@ -59,7 +59,6 @@ class ClusterServer:
         announce: Callable[[], None],
         *,
         secret: str | None = None,
-        clock: Clock | None = None,
         on_switch: Callable[[], None] = lambda: None,
         models: ModelLoads | None = None,
     ) -> None:
@@ -78,7 +77,7 @@ class ClusterServer:
         self._folder = folder
         self._announce = announce
         self._secret = secret
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._addresses: dict[str, Address] = {}
         self._fronts: dict[str, tuple[int, subprocess.Popen[bytes], socket.socket]] = {}
         """Name -> incarnation, process and channel of each API server."""

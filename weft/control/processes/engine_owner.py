@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from weft.common.clock import Clock, SystemClock
+from weft.common.clock import SystemClock
 from weft.common.errors import EngineDead, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.control.links.link import Address
@@ -66,7 +66,6 @@ class EngineOwner:
         *,
         serves: Callable[[set[str]], bool] = bool,
         drain_timeout: float = 30.0,
-        clock: Clock | None = None,
         on_switch: Callable[[], None] = lambda: None,
     ) -> None:
         """Build the process table; start nothing.
@@ -78,7 +77,7 @@ class EngineOwner:
         self._rolling = RollingRestart(self._table, drain_timeout)
         self._probes = Probes()
         self._starter = starter
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._addresses: dict[str, Address] = {}
         self._asked = self._switch_asked = self._draining = self._preparing = False
         self._on_switch = on_switch

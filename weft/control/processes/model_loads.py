@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from weft.common.clock import Clock, SystemClock
+from weft.common.clock import SystemClock
 from weft.common.errors import EngineDead, InvalidRequest, NotFound, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.control import model_fronts as f
@@ -58,18 +58,13 @@ class _End:
 class ModelLoads:
     """Runs a ``SharedTable``. Use from the main thread: all processes end with the calling thread."""
 
-    def __init__(
-        self,
-        table: f.SharedTable,
-        processes: Mapping[str, LoadProcesses],
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, table: f.SharedTable, processes: Mapping[str, LoadProcesses]) -> None:
         """``processes``: by name of the model."""
         self.table = table
         self._processes = processes
         self.expel: Callable[[str], None] = lambda front: None
         """Ends the process of an API server. Set by the owner of the processes."""
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._owners: dict[str, EngineOwner] = {}
         """Owner of the present load of each model."""
         self._ends: dict[str, _End] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,34 +12,13 @@ from weft.config.sizing.memory import weight_bytes
 from weft.front.first_request import takes_images
 from weft.front.ollama import ollama_answers as o
 from weft.front.requests.context import Front
+from weft.front.requests.model_files import files_of
 from weft.front.requests.models.several_models import ModelPlan
 from weft.front.requests.setup import TextSetup
 from weft.text.model import TextModel
 
 FOR_EVER = 9_000_000_000.0
 """Time of the end of a model that stays loaded."""
-_WEIGHTS = ("*.safetensors", "*.gguf", "*.bin")
-
-
-def files_of(path: str) -> tuple[int, float, str]:
-    """Return (bytes of the weights on disk, time of the last change, digest as 64 hex digits).
-
-    The digest covers the configuration, and names and sizes of the weights. Each call reads the folder again,
-    so a changed or deleted file changes the result.
-    """
-    folder = Path(path)
-    digest = hashlib.blake2b(digest_size=32)
-    size, changed = 0, 0.0
-    for file in sorted({found for pattern in ("config.json", *_WEIGHTS) for found in folder.glob(pattern)}):
-        try:
-            facts = file.stat()
-            content = file.read_bytes() if file.suffix == ".json" else b""
-        except OSError:  # the file was deleted after the listing
-            continue
-        changed = max(changed, facts.st_mtime)
-        digest.update(f"{file.name}\0{facts.st_size}\0".encode() + content)
-        size += 0 if content else facts.st_size
-    return size, changed or time.time(), digest.hexdigest()
 
 
 def details_of(config: EngineConfig) -> o.OllamaDetails:

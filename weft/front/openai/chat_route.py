@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 from fastapi import FastAPI, Request
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from starlette.responses import Response
 
 from weft.common.errors import ErrorInfo
@@ -18,7 +18,7 @@ from weft.front.http.streaming import HOLE, StreamForm, TextEvents
 from weft.front.protocol.chat_request import ChatRequest
 from weft.front.requests.answer_logprobs import chat_logprobs, prompt_logprobs
 from weft.front.requests.context import Front
-from weft.front.requests.generation import Generation
+from weft.front.requests.generation import Generation, usage_of_chunk
 from weft.front.requests.outputs import ChoiceOutput
 from weft.front.requests.serving import AnswerShape, handle
 from weft.text.choice import Choice, TextDelta
@@ -216,15 +216,8 @@ class ChatShape(AnswerShape):
             created=self._created,
             model=self._asked.model,
             choices=choices,
-            usage=self._usage(),
+            usage=usage_of_chunk(self._generation),
         )
-
-    def _usage(self) -> r.Usage | UnsetType | None:
-        """Return the usage for a chunk that is not the last; null or absent unless usage in each chunk was
-        requested."""
-        if self._asked.usage_in_chunks:
-            return self._generation.usage()
-        return None if self._asked.usage_in_stream else UNSET
 
 
 def _end_of(choice: Choice) -> TextDelta:

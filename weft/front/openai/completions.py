@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator
 
 from fastapi import FastAPI, Request
-from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from weft.common.errors import ErrorInfo
@@ -18,7 +17,7 @@ from weft.front.openai.prompt_only import PromptOnly
 from weft.front.protocol.completions_request import CompletionRequest
 from weft.front.requests.answer_logprobs import completion_logprobs, prompt_logprobs
 from weft.front.requests.context import Front
-from weft.front.requests.generation import Generation
+from weft.front.requests.generation import Generation, usage_of_chunk
 from weft.front.requests.serving import AnswerShape, handle
 from weft.text.choice import Choice, TextDelta
 from weft.text.detokenizer import Detokenizer
@@ -137,14 +136,8 @@ class CompletionShape(AnswerShape):
             created=self._created,
             model=self._asked.model,
             choices=choices,
-            usage=self._usage(),
+            usage=usage_of_chunk(self._generation),
         )
-
-    def _usage(self) -> r.Usage | UnsetType | None:
-        """Return the usage for a chunk that is not the last."""
-        if self._asked.usage_in_chunks:
-            return self._generation.usage()
-        return None if self._asked.usage_in_stream else UNSET
 
     def _choice(self, choice: Choice) -> r.CompletionChoice:
         """Return a choice of the whole answer. With ``echo``, the text begins with the prompt."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, TypeAlias
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
 from weft.common.errors import EngineDead, InvalidRequest, ReportedError, Unavailable, WeftError
 from weft.control.fleet.policy import PromptHashes
@@ -513,3 +513,11 @@ async def probe(front: Front) -> None:
         front.links.release(flow)
         for made in ids:
             front.ids.release(made)
+
+
+def usage_of_chunk(generation: Generation) -> Usage | UnsetType | None:
+    """Return the usage for a chunk that is not the last; null or absent unless usage in each chunk was
+    requested."""
+    if generation.job.asked.usage_in_chunks:
+        return generation.usage()
+    return None if generation.job.asked.usage_in_stream else UNSET

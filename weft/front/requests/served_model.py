@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from weft.front.http.answers import ModelCard
 from weft.front.lifecycle import Lifecycle, places
 from weft.front.monitoring.metrics import Metrics
 from weft.front.requests.adapters import Adapters, OpenRequest
+from weft.front.requests.model_files import files_of
 from weft.front.requests.reading import Reader, check_model
 from weft.front.requests.setup import GrammarCheck, Setup, TextSetup
 from weft.front.requests.text_threads import TextThreads
@@ -45,7 +45,7 @@ READ_SECONDS = 120.0
 """Maximum seconds for one large body."""
 
 
-def card_of_model(config: EngineConfig, name: str, created: int) -> ModelCard:
+def card_of_model(config: EngineConfig, name: str) -> ModelCard:
     """Return the card of a model for /v1/models. A name that is only accepted is shown as the first served
     name."""
     shown = name if name in config.served_names else config.served_names[0]
@@ -53,7 +53,7 @@ def card_of_model(config: EngineConfig, name: str, created: int) -> ModelCard:
     sees = takes_images(config)
     return ModelCard(
         id=shown,
-        created=created,
+        created=int(files_of(config.model_path)[1]),
         max_model_len=config.kv.max_model_len,
         input_modalities=("text", "image") if sees else ("text",),
         implementation=config.spec.implementation,
@@ -82,7 +82,6 @@ class ServedModel:
         server, for one of several models."""
         self.config, self.section, self.owner = config, section, owner
         self.accepted = (*config.served_names, *config.accepted_names)
-        self.created = int(time.time())
         self.links = Links(
             owner,
             Patience(
@@ -207,4 +206,4 @@ class ServedModel:
 
     def card(self, name: str) -> ModelCard:
         """Return the card of the model for /v1/models: see ``card_of_model``."""
-        return card_of_model(self.config, name, self.created)
+        return card_of_model(self.config, name)

@@ -24,21 +24,6 @@ class SequenceLogprobs(msgspec.Struct, kw_only=True):
     logprob_token_ids: list[list[list[int]]]
 
 
-class SequenceArrays(msgspec.Struct, kw_only=True):
-    """Logprobs as base64 of raw little-endian arrays of ``shape``, padded at the end."""
-
-    logprobs_b64: str
-    """float32 ``shape``, by rank; padded with minus infinity."""
-    token_ids_b64: str
-    """int32 ``shape``; padded with 0."""
-    actual_logprobs_b64: str
-    """float32 [sequences, tokens, 1]: of the tokens themselves."""
-    actual_token_ids_b64: str
-    shape: tuple[int, int, int]
-    """Sequences, tokens of the longest completion, ``top_logprobs``."""
-    completion_lengths: list[int]
-
-
 class SequenceShape(WholeShape):
     """Answer of one request. Never streamed."""
 

@@ -23,6 +23,9 @@ from weft.runner.event_wait import wait_until
 from weft.types.plan import Segment, StepPlan
 
 Column = TypeVar("Column")
+
+TIMEOUT_S = 60.0
+"""Maximum seconds of the last copy of a buffer."""
 """A column: an int64 array on the host, or an int64 tensor on the device."""
 
 
@@ -219,25 +222,22 @@ class StagingBuffer:
 class StagingRing:
     """Ring of staging buffers, one per step in flight."""
 
-    def __init__(
-        self, device: torch.device, depth: int, *, poison: bool = False, timeout: float = 60.0
-    ) -> None:
+    def __init__(self, device: torch.device, depth: int, *, poison: bool = False) -> None:
         self._make = lambda: deque(StagingBuffer(device, 4096) for _ in range(depth))
         self._free = self._make()
         self._poison = poison
-        self._timeout = timeout
 
     def acquire(self) -> StagingBuffer:
         """Take a free buffer out of the ring, after the last copy of the buffer has ended. The caller calls
         ``begin``, and later ``release``.
 
         Raises EngineDead if more steps are in flight than the ring has buffers, or if the last copy does not
-        end within the time-out of the ring.
+        end within ``TIMEOUT_S``.
         """
         if not self._free:
             raise EngineDead("more steps in flight than staging buffers")
         buffer = self._free.popleft()
-        buffer.wait(time.monotonic() + self._timeout)
+        buffer.wait(time.monotonic() + TIMEOUT_S)
         return buffer
 
     def clear(self) -> None:
@@ -247,6 +247,6 @@ class StagingRing:
     def release(self, buffer: StagingBuffer) -> None:
         """Return a buffer after the result of its step was read."""
         if self._poison:
-            buffer.wait(time.monotonic() + self._timeout)
+            buffer.wait(time.monotonic() + TIMEOUT_S)
             buffer.poison()
         self._free.append(buffer)

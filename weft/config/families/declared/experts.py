@@ -6,53 +6,47 @@ from collections.abc import Callable
 
 import msgspec
 
-from weft.config.families.declared.row import Experts
 from weft.config.families.facts import MOST_PARTS, Facts
 from weft.config.spec import MoESpec
 
 
-def grouped_sigmoid(*, shared: bool = True) -> Experts:
-    """Return the reader of experts with sigmoid scores, a correction and groups, as in DeepSeek V3.
+def grouped_sigmoid(facts: Facts, layers: int) -> MoESpec | None:
+    """Return the routing of experts with sigmoid scores, a correction and groups, as in DeepSeek V3.
 
-    ``shared``: True if there are ``n_shared_experts``.
+    Raise ConfigError.
     """
-
-    def read(facts: Facts, layers: int) -> MoESpec | None:
-        """Return the routing. Raise ConfigError."""
-        # Some files have the name of the method as the name of the function.
-        for name, known in (("topk_method", ("noaux_tc",)), ("scoring_func", ("sigmoid", "noaux_tc"))):
-            if facts.get(name) not in (None, *known):
-                raise facts.fail(name, f"{facts.get(name)!r} is not supported; there is: {known[0]}")
-        if facts.integer("moe_layer_freq", 1) != 1:
-            raise facts.fail("moe_layer_freq", "other than 1 is not supported")
-        first = facts.integer("first_k_dense_replace", 0, low=0)
-        routed = tuple(range(first, layers))
-        if not routed or not facts.get("n_routed_experts"):
-            return None
-        experts = facts.integer("n_routed_experts", high=MOST_PARTS)
-        groups = facts.integer("n_group", 1)
-        chosen = facts.integer("topk_group", 1)
-        top_k = facts.integer("num_experts_per_tok")
-        if experts % groups or chosen > groups or (groups > 1 and experts // groups < 2):
-            raise facts.fail("n_group", f"{groups} does not fit {experts} experts and topk_group {chosen}")
-        check_top_k(facts, "num_experts_per_tok", top_k, experts // groups * chosen)
-        inner = facts.integer("moe_intermediate_size")
-        return MoESpec(
-            experts=experts,
-            top_k=top_k,
-            intermediate=inner,
-            renormalize=facts.flag("norm_topk_prob", False),
-            layers=routed,
-            scoring="sigmoid",
-            correction=True,
-            groups=groups,
-            top_groups=chosen,
-            group_rule="top2",
-            scale=facts.number("routed_scaling_factor", 1.0),
-            shared=facts.integer("n_shared_experts", 0, low=0) * inner if shared else 0,
-        )
-
-    return read
+    # Some files have the name of the method as the name of the function.
+    for name, known in (("topk_method", ("noaux_tc",)), ("scoring_func", ("sigmoid", "noaux_tc"))):
+        if facts.get(name) not in (None, *known):
+            raise facts.fail(name, f"{facts.get(name)!r} is not supported; there is: {known[0]}")
+    if facts.integer("moe_layer_freq", 1) != 1:
+        raise facts.fail("moe_layer_freq", "other than 1 is not supported")
+    first = facts.integer("first_k_dense_replace", 0, low=0)
+    routed = tuple(range(first, layers))
+    if not routed or not facts.get("n_routed_experts"):
+        return None
+    experts = facts.integer("n_routed_experts", high=MOST_PARTS)
+    groups = facts.integer("n_group", 1)
+    chosen = facts.integer("topk_group", 1)
+    top_k = facts.integer("num_experts_per_tok")
+    if experts % groups or chosen > groups or (groups > 1 and experts // groups < 2):
+        raise facts.fail("n_group", f"{groups} does not fit {experts} experts and topk_group {chosen}")
+    check_top_k(facts, "num_experts_per_tok", top_k, experts // groups * chosen)
+    inner = facts.integer("moe_intermediate_size")
+    return MoESpec(
+        experts=experts,
+        top_k=top_k,
+        intermediate=inner,
+        renormalize=facts.flag("norm_topk_prob", False),
+        layers=routed,
+        scoring="sigmoid",
+        correction=True,
+        groups=groups,
+        top_groups=chosen,
+        group_rule="top2",
+        scale=facts.number("routed_scaling_factor", 1.0),
+        shared=facts.integer("n_shared_experts", 0, low=0) * inner,
+    )
 
 
 def typed_sigmoid(facts: Facts, layers: int) -> MoESpec | None:
@@ -70,7 +64,7 @@ def typed_sigmoid(facts: Facts, layers: int) -> MoESpec | None:
     if not isinstance(types, list) or len(types) < layers or set(types) - {"dense", "sparse"}:
         name = "mlp_layer_types" if facts.get("mlp_layer_types") is not None else "is_moe_layer"
         raise facts.fail(name, f"must have an entry, dense or sparse, for each of {layers} layers")
-    made = grouped_sigmoid()(facts, layers)
+    made = grouped_sigmoid(facts, layers)
     routed = tuple(i for i in range(layers) if types[i] == "sparse")
     return None if made is None or not routed else msgspec.structs.replace(made, layers=routed)
 

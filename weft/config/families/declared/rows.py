@@ -138,11 +138,11 @@ ROWS: dict[str, Row] = {
         qkv_bias=field("attention_bias"),
         qk_norm=field("use_qk_norm"),
         partial=0.5,
-        experts=grouped_sigmoid(),
+        experts=grouped_sigmoid,
         modules=True,
     ),
     "SolarOpenForCausalLM": Row(
-        config="SolarOpenConfig", qkv_bias=field("attention_bias"), experts=grouped_sigmoid()
+        config="SolarOpenConfig", qkv_bias=field("attention_bias"), experts=grouped_sigmoid
     ),
     # dots.llm1: arXiv 2506.05767.
     "Dots1ForCausalLM": Row(
@@ -151,7 +151,7 @@ ROWS: dict[str, Row] = {
         o_bias=field("attention_bias"),
         qk_norm=True,
         windows=typed_windows,
-        experts=grouped_sigmoid(),
+        experts=grouped_sigmoid,
     ),
     "SeedOssForCausalLM": Row(
         config="SeedOssConfig",

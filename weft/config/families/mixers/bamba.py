@@ -5,12 +5,9 @@ Source: the model card of ibm-ai-platform/Bamba-9B-v2.
 
 from __future__ import annotations
 
-import msgspec
-
 from weft.config.families.common import FULL, Defaults, decoder_spec, layer_count
 from weft.config.families.facts import Facts
-from weft.config.families.mixers.mamba_fields import mamba_spec
-from weft.config.families.mixers.state_caches import mamba_cache
+from weft.config.families.mixers.mamba_fields import with_mamba
 from weft.config.spec import ModelSpec
 
 MAMBA = "linear_attention"
@@ -39,8 +36,4 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
         o_bias=bias,
         mlp_bias=facts.flag("mlp_bias", False),
     )
-    recurrent = tuple(i for i, kind in enumerate(types) if kind == MAMBA)
-    if not recurrent:
-        return result
-    mamba = mamba_spec(facts, recurrent)
-    return msgspec.structs.replace(result, mamba=mamba, caches=(*result.caches, mamba_cache(mamba)))
+    return with_mamba(result, facts, (i for i, kind in enumerate(types) if kind == MAMBA))

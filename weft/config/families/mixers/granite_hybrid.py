@@ -13,8 +13,7 @@ import msgspec
 from weft.config.families.common import FULL, Defaults, decoder_spec, layer_count
 from weft.config.families.declared.readers import multipliers
 from weft.config.families.facts import MOST_PARTS, Facts
-from weft.config.families.mixers.mamba_fields import mamba_spec
-from weft.config.families.mixers.state_caches import mamba_cache
+from weft.config.families.mixers.mamba_fields import with_mamba
 from weft.config.spec import ModelSpec, MoESpec, RopeSpec
 
 MAMBA = "linear_attention"
@@ -48,11 +47,7 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
         **rope,
     )
     result = multipliers(facts, msgspec.structs.replace(result, intermediate=shared))
-    recurrent = tuple(i for i, name in enumerate(types) if name == MAMBA)
-    if not recurrent:
-        return result
-    mamba = mamba_spec(facts, recurrent)
-    return msgspec.structs.replace(result, mamba=mamba, caches=(*result.caches, mamba_cache(mamba)))
+    return with_mamba(result, facts, (i for i, name in enumerate(types) if name == MAMBA))
 
 
 def _types(facts: Facts, layers: int) -> list[str]:

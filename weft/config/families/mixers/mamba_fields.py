@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
+import msgspec
+
 from weft.config.families.facts import Facts
-from weft.config.families.mixers.state_caches import time_step_limits
+from weft.config.families.mixers.state_caches import mamba_cache, time_step_limits
 from weft.config.parts.mixers import MambaSpec
+from weft.config.spec import ModelSpec
 
 
 def mamba_spec(
@@ -14,19 +18,17 @@ def mamba_spec(
     layers: tuple[int, ...],
     *,
     inner: int | None = None,
-    groups: int = 1,
-    state: int = 256,
     norm: Literal["gated", "normed", "none"] = "gated",
 ) -> MambaSpec:
     """Return the Mamba2 spec for ``layers``. Raise ConfigError.
 
-    inner: channels of all heads; None: ``mamba_expand`` times the hidden size. groups, state: defaults.
+    inner: channels of all heads; None: ``mamba_expand`` times the hidden size.
     """
     if inner is None:
         inner = facts.integer("mamba_expand", 2) * facts.integer("hidden_size")
     facts.get("mamba_expand")
     heads = facts.integer("mamba_n_heads", 128)
-    groups = facts.integer("mamba_n_groups", groups)
+    groups = facts.integer("mamba_n_groups", 1)
     if heads % groups:
         raise facts.fail("mamba_n_heads", f"{heads} is not a multiple of mamba_n_groups {groups}")
     if inner % heads:
@@ -41,7 +43,7 @@ def mamba_spec(
         heads=heads,
         dim=inner // heads,
         groups=groups,
-        state=facts.integer("mamba_d_state", state),
+        state=facts.integer("mamba_d_state", 256),
         conv=facts.integer("mamba_d_conv", 4, low=2, high=64),
         conv_bias=facts.flag("mamba_conv_bias", True),
         bias=facts.flag("mamba_proj_bias", False),
@@ -50,3 +52,11 @@ def mamba_spec(
         low=low,
         high=high,
     )
+
+
+def with_mamba(spec: ModelSpec, facts: Facts, layers: Iterable[int]) -> ModelSpec:
+    """Return ``spec`` with Mamba2 mixers and their states in ``layers``. Raise ConfigError."""
+    if not (recurrent := tuple(layers)):
+        return spec
+    mamba = mamba_spec(facts, recurrent)
+    return msgspec.structs.replace(spec, mamba=mamba, caches=(*spec.caches, mamba_cache(mamba)))

@@ -15,13 +15,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from weft.common.clock import Clock, SystemClock
+from weft.common.clock import SystemClock
 from weft.common.errors import ConfigError, InvalidRequest, NotFound, Overloaded, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
@@ -215,12 +214,11 @@ class SeveralModels:
         section: FrontSection,
         front: Front,
         spans: SpanWriter | None,
-        clock: Clock | None = None,
     ) -> None:
         """``front``: objects of the process, without a model."""
         self._front, self._section, self._spans = front, section, spans
         self._keys = models.keys
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._slots = {plan.facts.name: Slot(plan) for plan in models.plans}
         self._names = {
             name: slot
@@ -239,7 +237,6 @@ class SeveralModels:
         self._prove: Prove | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._closing = False
-        self.created = int(time.time())
         self.loads = dict.fromkeys(self._slots, 0)
         """Name -> number of loads that succeeded."""
         self.died = asyncio.Event()
@@ -479,7 +476,7 @@ class SeveralModels:
         """Return the card of a model for /v1/models. Raises NotFound for an unknown name."""
         slot = self._known(name)
         config = slot.plan.config
-        card = card_of_model(config, name, self.created)
+        card = card_of_model(config, name)
         card.status = self.table.entries[slot.name].state.value
         return card
 
