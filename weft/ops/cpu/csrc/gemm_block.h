@@ -91,6 +91,9 @@ struct Product {
   const bf16* x_tiles = nullptr;     // for AMX, rows from `tiled` on: `for_rows`
   int64_t tiled = 0;
   ByteRows bytes = {};  // for codings that round rows: `for_rows`
+  // Rows of bf16 in float32, from row `widened_from` on, with a zero behind an odd number of k: `for_rows`.
+  const float* widened = nullptr;
+  int64_t widened_from = 0;
 };
 
 // Bytes of a block of weights in F's format, or in a coding.
@@ -377,13 +380,27 @@ inline float* floats(int64_t count) {
   return memory.data();
 }
 
+// Rows in float32, as `Product::widened`. Valid until this thread's next call.
+inline const float* widened_rows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs) {
+  static thread_local std::vector<float> memory;
+  const int64_t depth = divide_up(inputs, Bf16::depth) * Bf16::depth;
+  if (memory.size() < size_t(rows * depth)) memory.resize(size_t(rows * depth));
+  for (int64_t row = 0; row < rows; ++row, x += x_stride) {
+    float* to = memory.data() + row * depth;
+    int64_t k = 0;
+    for (; k + kLanes <= inputs; k += kLanes) store(to + k, load(x + k));
+    for (; k < depth; ++k) to[k] = k < inputs ? widen(x[k]) : 0.0f;
+  }
+  return memory.data();
+}
+
 // With float32 tiles, on widened weights and rows. Every sum is the same chain as in tiles of F.
 template <class F, class Out>
 void run_widened(const Product<typename F::X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin,
                  int64_t end, int64_t column) {
   constexpr bool narrow = std::is_same_v<typename F::X, bf16>;
   const int64_t inputs = product.layout.inputs, steps = divide_up(inputs, F::depth), depth = steps * F::depth;
-  float *weights = floats((kBlock + kRows) * depth), *rows_of = weights + kBlock * depth;
+  float* const weights = floats(kBlock * depth);
   for (int64_t step = 0; step < steps; ++step) {
     const auto read = F::load(w + step * F::bytes);
     float* to = weights + step * F::depth * kBlock;
@@ -398,22 +415,15 @@ void run_widened(const Product<typename F::X, Out>& product, const uint8_t* w, c
   }
   for (int64_t row = begin; row < end;) {
     const int64_t left = end - row, rows = divide_up(left, divide_up(left, kRows));
-    const float* x = nullptr;
+    const float* x;
     int64_t stride = depth;
-    if constexpr (narrow) {
-      for (int64_t r = 0; r < rows; ++r) {
-        const bf16* from = product.x + (row + r) * product.x_stride;
-        float* to = rows_of + r * depth;
-        int64_t k = 0;
-        for (; k + kLanes <= inputs; k += kLanes) store(to + k, load(from + k));
-        for (; k < depth; ++k) to[k] = k < inputs ? widen(from[k]) : 0.0f;
-      }
-      x = rows_of;
-    } else {
+    if constexpr (narrow)
+      x = product.widened + (row - product.widened_from) * depth;
+    else
       x = product.x + row * product.x_stride, stride = product.x_stride;
-    }
-    tiles<F32, Out>[rows - 1](x, stride, reinterpret_cast<const uint8_t*>(weights), depth, finish,
-                              product.out + row * product.out_stride + column, product.out_stride, {});
+    const auto* const w = reinterpret_cast<const uint8_t*>(weights);
+    tiles<F32, Out>[rows - 1](x, stride, w, depth, finish, product.out + row * product.out_stride + column,
+                              product.out_stride, {w, 0, INT64_MAX});
     row += rows;
   }
 }
@@ -457,7 +467,7 @@ Rounding rounding_of(const Product<X, Out>& product, int64_t begin, int64_t end)
 }
 
 // Returns `product` with data for rows [begin, end) that many blocks need: sums for minimums, tiles for AMX, rows in 8
-// bits. Valid until this thread's next call.
+// bits or in float32. Valid until this thread's next call.
 template <class X, class Out>
 Product<X, Out> for_rows(Product<X, Out> product, int64_t begin, int64_t end) {
   if (product.coding.rounds_rows()) {
@@ -469,6 +479,13 @@ Product<X, Out> for_rows(Product<X, Out> product, int64_t begin, int64_t end) {
     product.bytes = rounding.in(memory.data());
     return product;
   }
+  if constexpr (kWidens && std::is_same_v<X, bf16>)
+    if (!product.coding && end - begin > tile_rows<Bf16>) {
+      product.widened =
+          widened_rows(product.x + begin * product.x_stride, product.x_stride, end - begin, product.layout.inputs);
+      product.widened_from = begin;
+      return product;
+    }
 #if WEFT_AMX
   if constexpr (std::is_same_v<X, bf16>)
     if (use_brgemm && amx_permitted() && (end - begin > amx::kTileRows || product.layout.inputs % amx::kTileDepth)) {
