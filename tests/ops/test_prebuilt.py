@@ -158,7 +158,8 @@ def test_a_forced_level_is_found_and_built_for_itself(
     ("name", "says"),
     [
         ("avx3", "set one of amx, avx512_intel, avx512_bf16"),
-        ("amx", "does not have amx_bf16, amx_int8, amx_tile"),
+        ("amx", "does not have amx_bf16, amx_int8, amx_tile; set one of avx512_bf16, avx512_vnni"),
+        ("avx512_intel", "does not have GenuineIntel; set one of avx512_bf16"),
     ],
 )
 def test_a_level_that_cannot_be_forced_is_named(
