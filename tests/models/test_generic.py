@@ -26,7 +26,7 @@ from weft.config.families import load_spec
 from weft.config.families.generic import probing
 from weft.config.sizing.memory import weight_bytes
 from weft.config.spec import ModelSpec
-from weft.models.generic import self_check
+from weft.models.generic import recognition, self_check
 from weft.models.generic.attention import rotation_of
 from weft.models.generic.interface import Distances
 from weft.models.generic.load import load
@@ -534,6 +534,18 @@ def test_modules_that_read_weights_keep_the_code_of_transformers(
     expected = [greedy(reference, prompt, 3) for prompt in prompts]
     assert generated(opened(tmp_path, "Llama"), prompts, 3) == expected
     assert "loaded without Weft's ops" in caplog.text
+
+
+def test_experts_in_a_loop_are_whole_on_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of transformers divides the experts, and Weft's op does not compute these experts."""
+    reference = saved(tmp_path, "Qwen2Moe")
+    monkeypatch.setattr(recognition, "gate_of", lambda module: None)
+    prompts = prompts_of(5)
+    model = opened(tmp_path, "Qwen2Moe")
+    assert model.loops == ("Qwen2MoeExperts",)
+    assert generated(model, prompts, 2) == [greedy(reference, prompt, 2) for prompt in prompts]
+    with pytest.raises(ConfigError, match="use --tensor-parallel-size 1"):
+        on_ranks(Layout(tensor=2), lambda mesh: opened(tmp_path, "Qwen2Moe", mesh=mesh))
 
 
 @pytest.mark.slow

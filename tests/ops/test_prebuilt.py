@@ -66,6 +66,13 @@ def test_intel_without_amx_multiplies_bf16_as_floats(monkeypatch: pytest.MonkeyP
     assert flags == {"amx": (), "avx512_intel": ("-DWEFT_NO_BF16_DOTS",), "avx512_bf16": ()}
 
 
+def test_features_are_read_with_the_vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = "processor : {}\nvendor_id\t: GenuineIntel\nmodel name : A Xeon\nflags\t\t: fma avx2\n\n"
+    (tmp_path / "cpuinfo").write_text(core.format(0) + core.format(1))
+    monkeypatch.setattr(prebuilt, "_CPUINFO", tmp_path / "cpuinfo")
+    assert prebuilt.cpu_features() == {"GenuineIntel", "fma", "avx2"}
+
+
 def test_each_level_is_compiled_with_its_own_flags(
     calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +165,8 @@ def test_a_forced_level_is_found_and_built_for_itself(
     ("name", "says"),
     [
         ("avx3", "set one of amx, avx512_intel, avx512_bf16"),
-        ("amx", "does not have amx_bf16, amx_int8, amx_tile"),
+        ("amx", "does not have amx_bf16, amx_int8, amx_tile; set one of avx512_bf16, avx512_vnni"),
+        ("avx512_intel", "does not have GenuineIntel; set one of avx512_bf16"),
     ],
 )
 def test_a_level_that_cannot_be_forced_is_named(

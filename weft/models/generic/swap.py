@@ -274,6 +274,8 @@ class Swapper:
 
     def _heads(self, name: str, size: int) -> Shard:
         """Return this rank's part of ``size`` columns, cut between heads inside attention."""
+        if self._ranks == 1:
+            return whole(size)
         parent, _, leaf = name.rpartition(".")
         layer = re.search(r"\.(\d+)\.", name)
         facts = self._layers.get(int(layer[1])) if layer else None
@@ -296,7 +298,8 @@ class Swapper:
                 self._loop(name, module)
             for key, tensor in list(_tensors(module)):
                 full = f"{name}.{key}" if name else key
-                if style_of(self._plan, full.removeprefix(f"{self._base}.")) not in {None, *WHOLE}:
+                divided = style_of(self._plan, full.removeprefix(f"{self._base}.")) not in {None, *WHOLE}
+                if divided and self._ranks > 1:
                     raise ConfigError(
                         f"--tensor-parallel-size {self._ranks}: ranks cannot divide {full} of "
                         f"{type(self.model).__name__}; use --tensor-parallel-size 1",

@@ -100,10 +100,10 @@ def cpu_features() -> frozenset[str]:
     with contextlib.suppress(OSError):
         for line in _CPUINFO.read_text().splitlines():
             name, _, value = line.partition(":")
-            if name.strip() in ("vendor_id", "flags", "Features"):
-                found |= frozenset(value.split())
-            if name.strip() in ("flags", "Features"):  # the last line of the three
-                break
+            if name.strip() == "vendor_id":
+                found |= {value.strip()}
+            elif name.strip() in ("flags", "Features"):  # behind the vendor, once per core
+                return found | frozenset(value.split())
     return found
 
 
@@ -130,7 +130,8 @@ def forced_level() -> Level | None:
         raise ConfigError(f"WEFT_CPU_LEVEL={name} is not a CPU level: set one of {', '.join(names)}")
     if not names[name].runs_here:
         missing = ", ".join(sorted(names[name].needs - cpu_features()))
-        raise ConfigError(f"WEFT_CPU_LEVEL={name}: this CPU does not have {missing}")
+        able = ", ".join(level.name for level in names.values() if level.runs_here)
+        raise ConfigError(f"WEFT_CPU_LEVEL={name}: this CPU does not have {missing}; set one of {able}")
     return names[name]
 
 

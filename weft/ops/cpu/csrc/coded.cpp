@@ -19,7 +19,7 @@ constexpr int kDirectRows = WEFT_AVX512 ? 12 : WEFT_AVX2 ? 3 : 2;
 constexpr int64_t kManyRows = 13;  // rows from which codes are unpacked in memory, with AVX-512
 constexpr int64_t kDearRows = 9;   // the same for expensive groups: fewer than 32 k, or minimums
 constexpr int kTotalRows = 7;      // rows of a tile: registers for sums and totals
-constexpr int kTurn = 8;           // steps at a time: the size of the smallest common groups
+constexpr int kTurn = 8;           // pairs of k at a time: the size of the smallest common groups
 constexpr int64_t kLine = 64;      // bytes of a cache line
 constexpr uint32_t kHigh = 0xffff0000u;
 
@@ -594,8 +594,8 @@ Rows<X> part_of(const Rows<bf16>& x, int64_t rows, const Range& range) {
     return {x.x + range.begin, x.x_stride, x.sums, x.sums_stride};
 }
 
-// The same sequence of operations as `add_groups`, with totals in registers. x: from the range's first k on. turns: of kTurn steps in a group; 0: a
-// whole number of turns; -1: any number of steps.
+// The same sequence of operations as `add_groups`, with totals in registers. x: from the range's first k on. turns: of
+// 2 kTurn k in a group; 0: a whole number of turns; -1: any number of k.
 template <int rows, int turns>
 void add_whole(const Range& range, const Whole& whole, const Rows<Many::X>& x, float* sums) {
   const int64_t group = range.coding.group;
@@ -624,9 +624,9 @@ void add_whole(const Range& range, const Whole& whole, const Rows<Many::X>& x, f
       const int64_t all = turns ? turns : count / (2 * kTurn);
       for (int64_t turn = 0; turn < all; ++turn)
 #pragma GCC unroll 16
-        for (int step = 0; step < 2 * kTurn; step += Many::depth, from += Many::depth) add(Many::x, from);
+        for (int step = 0; step < 2 * kTurn / Many::depth; ++step, from += Many::depth) add(Many::x, from);
     } else {
-      for (int64_t at = 0; at + Many::depth <= count; at += Many::depth, from += Many::depth) add(Many::x, from);
+      for (int64_t step = 0; step < count / Many::depth; ++step, from += Many::depth) add(Many::x, from);
       if (count % Many::depth) add(Many::x_last, from);
     }
 #pragma GCC unroll 2

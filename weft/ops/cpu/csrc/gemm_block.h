@@ -374,12 +374,6 @@ void run_brgemm(const Product<bf16, Out>& product, const uint8_t* w, const SumSc
 // True if many rows of bf16 are multiplied as floats, which are made from rows and weights in memory.
 constexpr bool kWidens = WEFT_AVX2 || (WEFT_AVX512 && !WEFT_BF16_DOTS);
 
-inline float* floats(int64_t count) {
-  static thread_local std::vector<float> memory;
-  if (memory.size() < size_t(count)) memory.resize(size_t(count));
-  return memory.data();
-}
-
 // Rows in float32, as `Product::widened`. Valid until this thread's next call.
 inline const float* widened_rows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs) {
   static thread_local std::vector<float> memory;
@@ -400,7 +394,7 @@ void run_widened(const Product<typename F::X, Out>& product, const uint8_t* w, c
                  int64_t end, int64_t column) {
   constexpr bool narrow = std::is_same_v<typename F::X, bf16>;
   const int64_t inputs = product.layout.inputs, steps = divide_up(inputs, F::depth), depth = steps * F::depth;
-  float* const weights = floats(kBlock * depth);
+  float* const weights = reinterpret_cast<float*>(memory_of(kBlock * depth * int64_t(sizeof(float))));
   for (int64_t step = 0; step < steps; ++step) {
     const auto read = F::load(w + step * F::bytes);
     float* to = weights + step * F::depth * kBlock;

@@ -1,7 +1,8 @@
 // Rows rounded to 8 bits times weights of 8 and of 4 bits. Sums are integers, so all kernels give equal sums.
 //
 //   groups     x[m, k] ~ step[m] * code[m, k], code -127 to 127, step = largest magnitude of a group of k / 127
-//   bytes      groups of `Coding::group` k (a multiple of 64), or the whole row; w[n, k] = factor[n] * (byte[n, k] - 128)
+//   bytes      groups of `Coding::group` k (a multiple of 64), or the whole row
+//              w[n, k] = factor[n] * (byte[n, k] - 128)
 //              out[m, n] = sum over groups of (sum of code * byte - 128 * sum of codes) * factor[n] * step[m], in this
 //              order, in which no product overflows before the result does
 //   nibbles    groups of 64 k; w has a scale and a zero point per group
@@ -317,8 +318,8 @@ __attribute__((noinline)) void byte_sums(const int8_t* codes, int64_t stride, co
 
 #if WEFT_AVX2 || WEFT_NEON
 
-// Rows of `codes`, `stride` apart, times one group of a block. Three rows and more: first 16 columns, then the others, so that the
-// sums stay in registers.
+// Rows of `codes`, `stride` apart, times one group of a block. Three rows and more: first 16 columns, then the others,
+// so that the sums stay in registers.
 template <class Out, int rows>
 void byte_tile(const int8_t* codes, int64_t stride, const float* steps, const int32_t* sums, const uint8_t* w,
                int64_t inputs, const Finish& finish, const ByteGroup& group, Out* out, int64_t out_stride,
