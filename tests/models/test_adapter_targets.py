@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e0.rig import CPU, spec_of
 from tests.support.checkpoints import make_checkpoint
-from tests.support.loras import make_adapter
+from tests.support.loras import EXPERTS, make_adapter
 from weft.common.errors import ConfigError
 from weft.config.adapters import read_adapter
 from weft.layers.build import AdapterOptions
@@ -30,8 +30,8 @@ def base(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path, "llama")
 
 
-def adapters_of(base: Path) -> Adapters:
-    options = AdapterOptions(places=2, rank=4)
+def adapters_of(base: Path, *, experts: bool = False) -> Adapters:
+    options = AdapterOptions(places=2, rank=4, experts=experts)
     model = load_model(str(base), spec_of(base), torch.float32, CPU, progress=False, adapters=options)
     assert model.adapters is not None
     return model.adapters
@@ -92,3 +92,20 @@ def test_joined_and_single_names_of_one_matrix_are_refused(base: Path, tmp_path:
     adapters = adapters_of(base)
     with pytest.raises(ConfigError, match=r"changed twice: .*qkv_proj"):
         adapters.check(read_adapter(joined))
+
+
+def test_two_names_of_one_matrix_of_an_expert_are_refused(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path, "qwen3_moe")
+    folder = make_adapter(tmp_path / "adapter", base, EXPERTS)
+    adapters = adapters_of(base, experts=True)
+    adapters.check(read_adapter(folder))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    again = {
+        name.replace(".model.layers.0.", ".layers.0.", 1): one.clone()
+        for name, one in tensors.items()
+        if ".model.layers.0.mlp.experts.1.gate_proj." in name
+    }
+    assert len(again) == 2
+    save_file(tensors | again, folder / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"changed twice: .*experts\.1\.gate_proj$"):
+        adapters.check(read_adapter(folder))

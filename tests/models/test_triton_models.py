@@ -15,13 +15,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.e0.rig import make_engine, run, submit
+from tests.e0.test_loras import load
 from tests.support.checkpoints import make_checkpoint
+from tests.support.loras import DENSE, make_adapter, merge
 from tests.support.slow import mostly_slow
 from weft.attention.base import Backends, LayerCache
 from weft.attention.gqa import triton_backend
 from weft.attention.gqa.triton_backend import TritonAttention, TritonInvariant
 from weft.attention.sparse.sparse_triton import TritonInvariantSparse, TritonSparse
+from weft.config.adapters import read_adapter
 from weft.config.families import load_spec
+from weft.config.sections.lora_section import LoraSection
 from weft.layers import build
 from weft.models.loader import load_model
 from weft.moe.block import RoutedMLP
@@ -194,6 +198,41 @@ def test_replayed_decodes_have_the_bits_of_launched_ones(tmp_path: Path, chosen:
     assert answers[0] == answers[1]
     assert logits[0].keys() == logits[1].keys()
     assert all(torch.equal(logits[0][key], logits[1][key]) for key in logits[0])
+
+
+@mostly_slow("shape", ["llama", "mistral", "qwen3_moe"], ["llama"])
+def test_logits_under_an_adapter_are_those_of_the_merged_checkpoint(
+    shape: str, tmp_path: Path, chosen: set[str]
+) -> None:
+    """Also of layers with matrices that are published both joined and single."""
+    base = make_checkpoint(tmp_path, shape)
+    folder = make_adapter(tmp_path / "adapter", base, DENSE)
+    digest = read_adapter(folder).digest
+    kept = []
+    for path, places in ((merge(tmp_path / "merged", base, folder), 0), (base, 1)):
+        model = load_model(
+            str(path),
+            load_spec(str(path), None),
+            torch.float32,
+            CPU,
+            progress=False,
+            adapters=build.AdapterOptions(places=places, rank=4),
+        )
+        engine, runner = make_engine(path, model=model, lora=LoraSection(max_loras=places))
+        runner._backends = runner._builder._backends = Backends([TritonAttention()])
+        runner._cache[:] = _float32(runner._cache)
+        if places:
+            load(engine, folder, digest)
+        kept.append(_kept(runner))
+        asked = TokenParams(temperature=0.0, max_tokens=4)
+        run(engine, [[submit(1, [*range(3, 14)], asked, request=1, adapter=digest if places else "")]])
+        engine.close()
+    assert "low_rank: triton" in chosen
+    merged, adapted = kept
+    assert merged.keys() == adapted.keys()
+    assert len(merged) == 4
+    for key, due in merged.items():
+        assert (adapted[key] - due).abs().max() < 1e-4 * due.abs().max(), key
 
 
 class _NoHost(TorchDispatchMode):

@@ -95,14 +95,13 @@ def _done(status: str) -> Response:
     return Response(to_json(Done(status=status)), media_type=JSON)
 
 
-def cards(front: Front) -> list[ModelCard]:
-    """Return the cards of all adapters, in order of their load."""
-    return [card_of(front, one) for one in front.adapters.listed()]
+def cards(front: Front, model: ModelCard) -> list[ModelCard]:
+    """Return the cards of all adapters, in order of their load. ``model``: card of the model."""
+    return [card_of(front, model, one) for one in front.adapters.listed()]
 
 
-def card_of(front: Front, adapter: Adapter) -> ModelCard:
-    """Return the card of an adapter: that of the model, with the adapter's name and folder."""
-    model = front.card(front.names[0])
+def card_of(front: Front, model: ModelCard, adapter: Adapter) -> ModelCard:
+    """Return the card of an adapter: the card ``model``, with the adapter's name and folder."""
     return ModelCard(
         id=adapter.name,
         created=adapter.created,

@@ -85,12 +85,12 @@ def _add_models(app: FastAPI, front: Front) -> None:
     @app.get("/v1/models", openapi_extra=openapi.returns(answers.ModelList))
     async def list_models(request: Request) -> Response:
         """List all model names for requests, then the LoRA adapters."""
-        return _json(answers.ModelList(data=listed_cards(front, key_of(request.scope))))
+        return _json(answers.ModelList(data=await listed_cards(front, key_of(request.scope))))
 
     @app.get("/v1/models/{model:path}", openapi_extra=openapi.returns(answers.ModelCard))
     async def get_model(request: Request, model: str) -> Response:
         """Describe a model."""
-        return _json(card_named(front, model, key_of(request.scope)))
+        return _json(await card_named(front, model, key_of(request.scope)))
 
 
 def _add_state(app: FastAPI, front: Front) -> None:

@@ -20,6 +20,7 @@ from weft.front.http.answers import ModelCard, to_json
 from weft.front.http.streaming import JSON
 from weft.front.protocol.parse import Body
 from weft.front.requests.context import Front
+from weft.front.requests.model_files import changed_at
 from weft.front.requests.models.named_model import seconds_of
 from weft.front.requests.models.several_models import ModelStatus
 
@@ -57,33 +58,42 @@ class ModelStatuses(msgspec.Struct, kw_only=True):
     models: list[ModelStatus]
 
 
-def listed_cards(front: Front, client: int) -> list[ModelCard]:
+async def _times(front: Front) -> dict[str, int]:
+    """Return ``changed_at`` of all models, read in a thread: a slow disk holds up no other request."""
+    paths = [front.config.model_path] if front.several is None else front.several.paths
+    return await front.in_thread(changed_at, paths)
+
+
+async def listed_cards(front: Front, client: int) -> list[ModelCard]:
     """Return the cards of all models for an API key, then of their LoRA adapters. ``client``: number of the
     key."""
+    times = await _times(front)
     if front.several is None:
-        return [*(front.card(name) for name in front.names), *cards(front)]
-    names = front.several.shown(client)
-    made = [front.several.card(name) for name in names]
-    for one in front.several.fronts:
-        if one.names[0] in names:
-            made += cards(one)
-    return made
+        own = [front.card(name, times) for name in front.names]
+        return [*own, *cards(front, own[0])]
+    own = [front.several.card(name, times) for name in front.several.shown(client)]
+    by_name = {one.id: one for one in own}
+    loaded = [one for one in front.several.fronts if one.names[0] in by_name]
+    return [*own, *(card for one in loaded for card in cards(one, by_name[one.names[0]]))]
 
 
-def card_named(front: Front, model: str, client: int) -> ModelCard:
+async def card_named(front: Front, model: str, client: int) -> ModelCard:
     """Return the card of one model or LoRA adapter. Raises NotFound for an unknown name, and for an adapter
     that is not loaded."""
+    times = await _times(front)
     several = front.several
     if several is not None:
         holder = several.named(model, client)
         if holder is None:
-            return several.card(model)
+            return several.card(model, times)
         front = holder
     front.check_model(model)
     if front.adapters.unloaded(model):
         raise NotFound("the adapter is not loaded: a request for the adapter loads it", param="model")
     adapter = front.adapters.find(model)
-    return front.card(model) if adapter is None else card_of(front, adapter)
+    if adapter is None:
+        return front.card(model, times)
+    return card_of(front, front.card(front.names[0], times), adapter)
 
 
 # -- for operators

@@ -334,9 +334,12 @@ def _add_facts(app: FastAPI, front: Front) -> None:
 def _config(front: Front) -> ServerConfig:
     config = front.config
     parallel, lora = config.parallel, config.lora
-    limit = front.card(front.names[0]).max_model_len
     return ServerConfig(
-        model_config=ServedModel(model=config.model_path, dtype=f"torch.{config.dtype}", max_model_len=limit),
+        model_config=ServedModel(
+            model=config.model_path,
+            dtype=f"torch.{config.dtype}",
+            max_model_len=config.kv.max_model_len,
+        ),
         parallel_config=ServedParallel(
             tensor_parallel_size=parallel.tensor_parallel_size,
             data_parallel_size=parallel.data_parallel_size,

@@ -50,6 +50,11 @@ class Target:
         """True if the layer supports factors of its outputs (DoRA)."""
         return self.low.base is not None
 
+    @property
+    def changed(self) -> set[tuple[int, int, int]]:
+        """(layer, 0, part) of the numbers of the model that an adapter of the matrix changes."""
+        return {(id(self.low), 0, part) for part in self.parts}
+
 
 def targets_of(model: Model, weights: WeightMap) -> dict[str, Target]:
     """Return published module name -> target, for all layers that take adapters, and allocate the layers."""

@@ -137,7 +137,7 @@ class Adapters:
                 param="--max-lora-rank",
             )
         unknown, misfits, twice = [], [], []
-        changed = set[tuple[int, int]]()
+        changed = set[tuple[int, int, int]]()
         for module in adapter.modules:
             if (why := self._routed.why_not(module.module)) is not None:
                 raise ConfigError(f"{why}; the adapter has {module.module}", param="--lora-experts")
@@ -151,11 +151,10 @@ class Adapters:
                 misfits.append(
                     f"{module.module} [{module.outputs}, {module.inputs}] instead of [{outputs}, {inputs}]"
                 )
-            elif isinstance(target, Target):
-                own = {(id(target.low), part) for part in target.parts}
-                if not changed.isdisjoint(own):
+            else:
+                if not changed.isdisjoint(target.changed):
                     twice.append(module.module)
-                changed |= own
+                changed |= target.changed
         misfits += [why for saved in adapter.saved if (why := self._tables.why_not(saved)) is not None]
         problems = [
             f"{what}: {listed(names)}"

@@ -88,6 +88,18 @@ class ExpertPlace:
     scalable = True
     """True: experts support factors of their outputs (DoRA)."""
 
+    @property
+    def parts(self) -> range:
+        """Parts of the matrix with rows of the tensor."""
+        begin, end = self.rows
+        return range(self.matrix.part_of(begin), self.matrix.part_of(end - 1) + 1)
+
+    @property
+    def changed(self) -> set[tuple[int, int, int]]:
+        """(matrix, expert, part) of the numbers of the model that an adapter of the tensor changes."""
+        every = range(max(self.matrix.experts, 1)) if self.expert < 0 else (self.expert,)
+        return {(id(self.matrix), expert, part) for expert in every for part in self.parts}
+
 
 @dataclass(slots=True)
 class HeldExperts:
@@ -222,8 +234,7 @@ class RoutedAdapters:
             first, second = apart(experts, tensors[module.a], tensors[module.b].to(wide) * scale)
             second = _arranged(place, second, wide)
             begin, end = place.rows
-            parts = range(matrix.part_of(begin), matrix.part_of(end - 1) + 1)
-            for part in parts:
+            for part in place.parts:
                 a[own, part, :own_rank] = first.to(self._dtype)
             b[own, :own_rank, begin:end] = second.transpose(1, 2).to(self._dtype)
             if module.magnitude and lengths is not None:

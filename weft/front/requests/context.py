@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 import msgspec
@@ -394,10 +394,10 @@ class Front:
         """Raise NotFound unless ``name`` is served."""
         self.model.check_model(name)
 
-    def card(self, name: str) -> ModelCard:
+    def card(self, name: str, times: Mapping[str, int]) -> ModelCard:
         """Return the card of a served model for /v1/models. A name that is only accepted is shown as the
-        first served name."""
-        return self.model.card(name)
+        first served name. ``times``: see ``changed_at``."""
+        return self.model.card(name, times)
 
 
 async def _ended(task: Compile) -> None:

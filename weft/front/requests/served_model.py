@@ -26,7 +26,6 @@ from weft.front.http.answers import ModelCard
 from weft.front.lifecycle import Lifecycle, places
 from weft.front.monitoring.metrics import Metrics
 from weft.front.requests.adapters import Adapters, OpenRequest
-from weft.front.requests.model_files import files_of
 from weft.front.requests.reading import Reader, check_model
 from weft.front.requests.setup import GrammarCheck, Setup, TextSetup
 from weft.front.requests.text_threads import TextThreads
@@ -45,15 +44,15 @@ READ_SECONDS = 120.0
 """Maximum seconds for one large body."""
 
 
-def card_of_model(config: EngineConfig, name: str) -> ModelCard:
+def card_of_model(config: EngineConfig, name: str, times: Mapping[str, int]) -> ModelCard:
     """Return the card of a model for /v1/models. A name that is only accepted is shown as the first served
-    name."""
+    name. ``times``: see ``changed_at``."""
     shown = name if name in config.served_names else config.served_names[0]
     known = about(config.model_path)
     sees = takes_images(config)
     return ModelCard(
         id=shown,
-        created=int(files_of(config.model_path)[1]),
+        created=times[config.model_path],
         max_model_len=config.kv.max_model_len,
         input_modalities=("text", "image") if sees else ("text",),
         implementation=config.spec.implementation,
@@ -204,6 +203,6 @@ class ServedModel:
         """Raise NotFound unless the model serves ``name``."""
         check_model(name, (*self.accepted, *self.adapters.names))
 
-    def card(self, name: str) -> ModelCard:
+    def card(self, name: str, times: Mapping[str, int]) -> ModelCard:
         """Return the card of the model for /v1/models: see ``card_of_model``."""
-        return card_of_model(self.config, name)
+        return card_of_model(self.config, name, times)

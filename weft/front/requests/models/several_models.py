@@ -426,6 +426,11 @@ class SeveralModels:
         return tuple(self._slots)
 
     @property
+    def paths(self) -> list[str]:
+        """Folders of all models, in order."""
+        return [slot.plan.config.model_path for slot in self._slots.values()]
+
+    @property
     def loaded(self) -> list[ServedModel]:
         """Models with engines that serve, in order."""
         return [slot.model for slot in self._slots.values() if slot.model is not None]
@@ -472,11 +477,12 @@ class SeveralModels:
         found = self._known(name).name
         return next(one for one in self.listed() if one.name == found)
 
-    def card(self, name: str) -> ModelCard:
-        """Return the card of a model for /v1/models. Raises NotFound for an unknown name."""
+    def card(self, name: str, times: Mapping[str, int]) -> ModelCard:
+        """Return the card of a model for /v1/models. ``times``: see ``changed_at``. Raises NotFound for an
+        unknown name."""
         slot = self._known(name)
         config = slot.plan.config
-        card = card_of_model(config, name)
+        card = card_of_model(config, name, times)
         card.status = self.table.entries[slot.name].state.value
         return card
 
