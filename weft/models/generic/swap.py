@@ -80,9 +80,8 @@ class Swapper:
         self._base, _ = base_of(model)
         self._layers = {call.layer: call for call in calls if call.layer is not None}
         # One rank needs the plan, too: the rounding of rows must not depend on the number of ranks.
-        division = division_of(model, calls)
-        self._plan = division.plan
-        if self._ranks > 1 and not division.heads:
+        self._plan, heads = division_of(model, calls)
+        if self._ranks > 1 and not heads:
             self.made.cuts = {layer: self._cut(call) for layer, call in self._layers.items()}
         self._attention = {call.module for call in calls}
         self._wide = _kept_wide(model)
@@ -231,14 +230,12 @@ class Swapper:
             return  # a tied matrix stays one tensor, and a router may read its weight
         bias = module.bias is not None
         swapped: modules.FlatLinear | modules.SummedLinear
+        build = self._build_of(name)
         if self._style(name) == "rowwise":
             inputs = self._heads(name, module.in_features)
-            swapped = modules.SummedLinear(
-                inputs, module.out_features, self._build_of(name), self.sums, bias=bias
-            )
+            swapped = modules.SummedLinear(inputs, module.out_features, build, self.sums, bias=bias)
         else:
             outputs = self._outputs(name, module)
-            build = self._build_of(name)
             swapped = modules.FlatLinear(module.in_features, outputs, build, self.sums, bias=bias)
         self._put(name, swapped, "linear layer")
         self._fill_linear(name, swapped.inner, bias=bias)
