@@ -6,6 +6,7 @@ oneDNN are held to the same level, because they choose their instructions by the
 
     python scripts/test_levels.py                 the kernel tests, on every level below this CPU's own
     python scripts/test_levels.py avx2 -- tests   all default tests on one level: what follows -- is pytest's
+    python scripts/test_levels.py amx_emulated    the kernel tests with AMX in software, on any CPU with AVX512_BF16
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ TORCH_LEVELS = {
     "avx512_bf16": ("avx512", "AVX512_CORE_BF16"),
     "avx512_intel": ("avx512", "AVX512_CORE_BF16"),
     "amx": ("avx512", "AVX512_CORE_AMX"),
+    "amx_emulated": ("avx512", "AVX512_CORE_BF16"),
 }
 """Level -> names of its instruction set in ATen and in oneDNN."""
 

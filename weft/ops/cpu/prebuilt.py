@@ -73,6 +73,8 @@ _AMX = Level(
 )
 LEVELS = (_AMX, _AVX512_INTEL, _AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX2_VNNI, _AVX2)
 """All levels of x86-64 for which ``csrc`` has code, the best first."""
+EMULATED = (Level("amx_emulated", (*_AMX.flags, "-DWEFT_EMULATED_AMX"), _AVX512_BF16.needs),)
+"""Levels for tests alone: AMX in software (csrc/amx_emulated.h). No machine chooses such a level."""
 ARM_FLAGS = ("-fno-schedule-insns",)
 """On AArch64 GCC's first scheduling moves loads up until sums no longer fit registers."""
 _NEON = Level("neon", ("-march=armv8-a", *ARM_FLAGS), frozenset(["asimd"]), "aarch64")
@@ -125,7 +127,8 @@ def forced_level() -> Level | None:
     name = env.get("WEFT_CPU_LEVEL")
     if not name:
         return None
-    names = {level.name: level for level in levels_here()}
+    here = [level for level in EMULATED if level.machine == platform.machine()]
+    names = {level.name: level for level in (*levels_here(), *here)}
     if name not in names:
         raise ConfigError(f"WEFT_CPU_LEVEL={name} is not a CPU level: set one of {', '.join(names)}")
     if not names[name].runs_here:

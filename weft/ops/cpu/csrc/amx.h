@@ -22,6 +22,10 @@
 #define WEFT_AMX 0
 #endif
 
+#if WEFT_AMX && defined(WEFT_EMULATED_AMX)
+#include "amx_emulated.h"
+#endif
+
 namespace weft {
 
 // Asks the kernel for the tile registers, once per process. Threads and forked processes inherit the permission.

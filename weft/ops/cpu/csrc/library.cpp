@@ -20,7 +20,9 @@
 namespace weft {
 
 bool amx_permitted() {
-#if WEFT_AMX
+#if WEFT_AMX && defined(WEFT_EMULATED_AMX)
+  return true;
+#elif WEFT_AMX
   constexpr long kAsk = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool given = syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
   return given;
