@@ -57,6 +57,15 @@ def test_a_cpu_that_lacks_one_feature_takes_the_next(wheel: Path, monkeypatch: p
     assert build.find() is None
 
 
+def test_amx_in_software_is_only_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_of(monkeypatch, "avx512_bf16")
+    assert not {level.name for level in prebuilt.levels_here()} & {level.name for level in prebuilt.EMULATED}
+    monkeypatch.setenv("WEFT_CPU_LEVEL", "amx_emulated")
+    forced = prebuilt.forced_level()
+    assert forced is not None
+    assert "-DWEFT_EMULATED_AMX" in forced.flags
+
+
 def test_intel_without_amx_multiplies_bf16_as_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library built on the machine has the flag of the wheel's library for such a CPU."""
     flags = {}
