@@ -6,7 +6,7 @@ oneDNN are held to the same level, because they choose their instructions by the
 
     python scripts/test_levels.py                 the kernel tests, on every level below this CPU's own
     python scripts/test_levels.py avx2 -- tests   all default tests on one level: what follows -- is pytest's
-    python scripts/test_levels.py amx_emulated    the kernel tests with AMX in software, on any CPU with AVX512_BF16
+    python scripts/test_levels.py amx_emulated    the kernel tests with AMX in software
 """
 
 from __future__ import annotations

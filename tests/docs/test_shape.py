@@ -28,7 +28,7 @@ class Module(NamedTuple):
     """Nodes of the types that the tests need."""
 
 
-ASKED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Attribute, ast.Call)
+ASKED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Attribute, ast.Call, ast.ImportFrom)
 
 
 def texts(folder: str) -> Iterator[tuple[Path, str]]:
@@ -80,6 +80,46 @@ def test_modules_and_functions_stay_small(modules: Any) -> None:
                     large.append(f"{path}: {node.name} has {lines} lines")
     assert large == []
     assert sorted(lengths)[len(lengths) * 95 // 100] <= MOST_MODULES
+
+
+def test_imported_names_exist(modules: Any) -> None:
+    """Also in functions and in slow tests, which no default test imports."""
+    folders = ("weft", "testing", "tests", "bench", "training", "scripts")
+    names = {path.with_suffix(""): _names_of(tree.body) for path, _, tree, _ in modules(*folders)}
+    missing = []
+    for path, _, _, nodes in modules(*folders):
+        for node in nodes:
+            if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
+                continue
+            place = Path(*node.module.split("."))
+            defined = names.get(place, names.get(place / "__init__"))
+            if defined is None or "__getattr__" in defined:
+                continue  # of another package, or made on demand
+            for alias in node.names:
+                known = alias.name in defined or place / alias.name in names
+                if not known and not (ROOT / place / alias.name).is_dir():
+                    missing.append(f"{path}:{node.lineno}: {node.module} has no {alias.name}")
+    assert missing == []
+
+
+def _names_of(body: list[ast.stmt]) -> set[str]:
+    """Return the names that statements of a module define, blocks included."""
+    found = set[str]()
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            found |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        else:
+            for field in ("body", "orelse", "finalbody"):
+                found |= _names_of(getattr(node, field, []))
+            for handler in getattr(node, "handlers", []):
+                found |= _names_of(handler.body)
+            if isinstance(node, ast.For):
+                found |= {part.id for part in ast.walk(node.target) if isinstance(part, ast.Name)}
+    return found
 
 
 def test_folders_stay_small() -> None:

@@ -144,7 +144,7 @@ def test_one_answer_however_a_video_comes(server: Running, folder: Path) -> None
 def test_a_file_is_read_as_its_frames_are(server: Running, folder: Path) -> None:
     """A video file gives the tokens of the chosen frames as a list, in Python and over HTTP."""
     from tests.support.films import film, pictures
-    from weft.media.decode import finished
+    from weft.media.decode import view
     from weft.media.media_messages import Target
     from weft.media.video import groups_of, header_of
 
@@ -156,7 +156,7 @@ def test_a_file_is_read_as_its_frames_are(server: Running, folder: Path) -> None
         Image.frombytes("RGB", (32, 24), pixels)
         for pixels in groups_of(file, header, [[number] for number in numbers], whole, 1 << 20)
     ]
-    assert finished(frames[0], whole) == frames[0].tobytes()
+    assert view(frames[0], whole) == frames[0].tobytes()
     times = [number / 6 for number in numbers]
     listed = {"type": "video", "video": frames, "timestamps": times}
     part = {"type": "video_url", "video_url": {"url": data_url(file, "video/mp4")}}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.models import conftest
-from tests.models.test_parity import _ids, _run_mixed
+from tests.support.compared import random_ids, run_mixed
 from tests.support.declared_models import CASES
 from weft.ops import plain_ops
 
@@ -33,8 +33,8 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(
     model = conftest.make_checkpoint(name, tmp_path).load(dtype, invariant=True)
     assert model.varying == ()
     harness = paged(model, seed=1)
-    sequences = [harness.sequence(_ids(n, 90, 20 + i)) for i, n in enumerate([41, 17, 26])]
-    _run_mixed(harness, sequences, [25, 3, 26], seed=4)
+    sequences = [harness.sequence(random_ids(n, 90, 20 + i)) for i, n in enumerate([41, 17, 26])]
+    run_mixed(harness, sequences, [25, 3, 26], seed=4)
     for sequence in sequences:
         alone = paged(model, block_size=5, seed=2)
         again = alone.sequence(sequence.ids)

@@ -74,8 +74,8 @@ struct RoundedRows {
   std::vector<uint8_t> memory;
   ByteRows rows;
 
-  RoundedRows(int64_t inputs, int count, bool grouped) : inputs(inputs), x(draw_all<float>(size_t(count * inputs))) {
-    const Rounding of{0, count, inputs, grouped, false};
+  RoundedRows(int64_t inputs, int count, int64_t group) : inputs(inputs), x(draw_all<float>(size_t(count * inputs))) {
+    const Rounding of{0, count, inputs, group, false};
     depth = of.depth();
     memory.resize(size_t(of.bytes()));
     round_rows(of, x.data(), inputs, memory.data());
@@ -100,16 +100,16 @@ struct RoundedRows {
 
 void check_bytes() {
   for (int64_t inputs : kInputs) {
-    RoundedRows given(inputs, kByteTile, false);
+    RoundedRows given(inputs, kByteTile, INT32_MAX);
     given.check(kByteTile);
     std::vector<uint8_t> w(size_t(given.depth / kByteDepth * kByteStep));
     for (uint8_t& each : w) each = uint8_t(draw());
     const Finish finish{};
     const ByteRows& x = given.rows;
-    float made[kByteTile * kBlock];
+    float made[kByteTile * kBlock], totals[kByteTile * kBlock];
     for (int rows = 1; rows <= kByteTile; ++rows) {
-      byte_tiles<float>[rows - 1](x.codes, x.depth, x.steps, x.sums, w.data(), inputs, finish, made, kBlock,
-                                  {w.data(), 0, INT64_MAX});
+      byte_tiles<float>[rows - 1](x.codes, x.depth, x.steps, x.sums, w.data(), inputs, finish, {true, true, totals}, made,
+                                  kBlock, {w.data(), 0, INT64_MAX});
       for (int i = 0; i < rows * kBlock; ++i) {
         int32_t sum = 0;
         for (int64_t k = 0; k < given.depth; ++k)
@@ -124,7 +124,7 @@ void check_bytes() {
 void check_nibbles() {
   for (int64_t groups : {1, 3}) {
     const int64_t inputs = groups * kByteTileDepth;
-    const RoundedRows given(inputs, kNibbleTile, true);
+    const RoundedRows given(inputs, kNibbleTile, kByteTileDepth);
     const ByteRows& x = given.rows;
     std::vector<uint8_t> w(size_t(groups * kNibbleGroup));
     for (uint8_t& each : w) each = uint8_t(draw());
