@@ -17,7 +17,7 @@ from weft.config.spec import RopeSpec
 from weft.layers.build import Build
 from weft.layers.dense import RowLinear
 from weft.layers.rope import Rope, attention_factor, inverse_frequencies
-from weft.layers.shard import whole
+from weft.layers.shard import Shard, whole
 from weft.ops import registry, torch_ops
 from weft.parallel.comm import Comm, LocalComm, Pending, reduced
 from weft.parallel.mesh import Mesh
@@ -183,16 +183,18 @@ class _Twice(Comm):
 
 
 def test_row_linear_returns_a_partial_and_ranks_yield_once() -> None:
-    here = RowLinear(whole(4), 3, _build(torch.float64), bias=True)
-    here.weight.data.normal_()
-    assert here.bias is not None
-    here.bias.data.normal_()
-    there = RowLinear(whole(4), 3, _build(torch.float64, _Twice()), bias=True)
-    there.load_state_dict(here.state_dict())
-    here.pack()
-    there.pack()
     x = torch.randn(2, 4, dtype=torch.float64)
-    assert torch.allclose(here(x) - there(x), here.bias.expand(2, 3))
+    for inputs, times in ((Shard(((0, 4),), 8), 1.0), (whole(4), 0.0)):
+        here = RowLinear(inputs, 3, _build(torch.float64), bias=True)
+        here.weight.data.normal_()
+        assert here.bias is not None
+        here.bias.data.normal_()
+        there = RowLinear(inputs, 3, _build(torch.float64, _Twice()), bias=True)
+        there.load_state_dict(here.state_dict())
+        here.pack()
+        there.pack()
+        # Only the first rank adds the bias, unless every rank has all inputs.
+        assert torch.allclose(here(x) - there(x), times * here.bias.expand(2, 3))
     steps = reduced(_Twice(), x)
     assert torch.equal(next(steps).result(), 2 * x)
     with pytest.raises(StopIteration) as end:
