@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.support.compared import distance
+from tests.support.compared import distance, run_in_chunks
 from tests.support.ranks import on_ranks
 from tests.support.vision_models import CASES, PLACEHOLDER, Clip, Prompt, Seen, make_prompt, types_of
 from weft.attention.base import StepInput
@@ -90,21 +89,6 @@ def test_images_matter(checkpoint: Any, paged: Any) -> None:
     assert (made[0][-1] - made[1][-1]).abs().max() > 0.01 * made[0].abs().max()
 
 
-def _mixed(harness: Any, sequences: list[Any], prompts: list[int], seed: int) -> None:
-    """Prompts in random chunks, which cut images, beside other rows' decode steps."""
-    rng = random.Random(seed)
-    while any(s.computed < len(s.ids) for s in sequences):
-        prefill, decode = [], []
-        for sequence, prompt in zip(sequences, prompts, strict=True):
-            left = prompt - sequence.computed
-            if left > 0:
-                prefill.append((sequence, rng.randint(1, min(left, 9))))
-            elif sequence.computed < len(sequence.ids) and rng.random() < 0.8:
-                decode.append((sequence, 1))
-        if prefill or decode:
-            harness.step(prefill, decode)
-
-
 def test_chunks_beside_text_float32(checkpoint: Any, paged: Any) -> None:
     """Several prompts run at once, one with text only; decode steps follow."""
     model = checkpoint.load()
@@ -118,7 +102,7 @@ def test_chunks_beside_text_float32(checkpoint: Any, paged: Any) -> None:
         sequence = harness.reading(prompt) if prompt.items else harness.sequence(prompt.ids)
         sequence.ids = prompt.ids + more
         sequences.append(sequence)
-    _mixed(harness, sequences, [len(prompt.ids) for prompt in prompts], seed=2)
+    run_in_chunks(harness, sequences, [len(prompt.ids) for prompt in prompts], seed=2, most=9)
     for sequence, prompt in zip(sequences, prompts, strict=True):
         theirs = _expected(checkpoint.reference, prompt, sequence.ids, model.spec, torch.float32)
         assert distance(sequence.logits, theirs) <= TOLERANCE
@@ -165,7 +149,7 @@ def test_rows_do_not_depend_on_each_other(checkpoint: Any, paged: Any) -> None:
     harness = paged(model, seed=1)
     prompts = [make_prompt(parts, model.spec, 50 + i) for i, parts in enumerate([SEVERAL, (2, (3, 3), 5)])]
     sequences = [harness.reading(prompt) for prompt in prompts]
-    _mixed(harness, sequences, [len(prompt.ids) for prompt in prompts], seed=4)
+    run_in_chunks(harness, sequences, [len(prompt.ids) for prompt in prompts], seed=4, most=9)
     for sequence, prompt in zip(sequences, prompts, strict=True):
         alone = paged(model, block_size=5, seed=2)
         again = alone.reading(prompt)

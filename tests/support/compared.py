@@ -27,8 +27,11 @@ def same_parameters(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
-def run_mixed(harness: Any, sequences: list[Any], prompts: list[int], seed: int) -> None:
-    """Compute all sequences: prompts in random chunks beside other rows' decode steps."""
+def run_in_chunks(harness: Any, sequences: list[Any], prompts: list[int], seed: int, most: int) -> int:
+    """Compute all sequences: prompts in random chunks of at most ``most`` beside other rows' decode steps.
+
+    Return the number of steps that had both.
+    """
     rng = random.Random(seed)
     mixed = 0
     while any(s.computed < len(s.ids) for s in sequences):
@@ -36,10 +39,15 @@ def run_mixed(harness: Any, sequences: list[Any], prompts: list[int], seed: int)
         for sequence, prompt in zip(sequences, prompts, strict=True):
             left = prompt - sequence.computed
             if left > 0:
-                prefill.append((sequence, rng.randint(1, min(left, 11))))
+                prefill.append((sequence, rng.randint(1, min(left, most))))
             elif sequence.computed < len(sequence.ids) and rng.random() < 0.8:
                 decode.append((sequence, 1))
         if prefill or decode:
             harness.step(prefill, decode)
         mixed += bool(prefill and decode)
-    assert mixed > 1, "no mixed step was run"
+    return mixed
+
+
+def run_mixed(harness: Any, sequences: list[Any], prompts: list[int], seed: int) -> None:
+    """Compute all sequences: prompts in random chunks beside other rows' decode steps."""
+    assert run_in_chunks(harness, sequences, prompts, seed, most=11) > 1, "no mixed step was run"

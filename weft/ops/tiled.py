@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -90,7 +91,7 @@ def gated_linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, activa
     return gated(linear_int8(x, weight, bias), activation)
 
 
-for _name, _op, _pack in (
+_table: list[tuple[str, Callable[..., Any], Callable[..., Any] | None]] = [
     ("linear", linear, pack),
     ("gated_linear", gated_linear, pack),
     ("linear_int8", linear_int8, to_int8),
@@ -104,7 +105,9 @@ for _name, _op, _pack in (
     ("linear_fp8", linear, to_fp8),
     ("gated_linear_fp8", gated_linear, to_fp8),
     ("gated", gated, None),
-):
+    *((f"linear_w8a8-{group}", linear_int8, partial(to_w8a8, group=group)) for group in ROW_GROUPS),
+]
+for _name, _op, _pack in _table:
     register(
         _name,
         Implementation(
@@ -116,17 +119,5 @@ for _name, _op, _pack in (
             priority=-1,
             pack_codes=torch_ops.as_they_are if _pack in (pack, *GROUPED.values()) else None,
             mixes=_pack is pack,
-        ),
-    )
-for _group in ROW_GROUPS:
-    register(
-        f"linear_w8a8-{_group}",
-        Implementation(
-            name="torch_tiled",
-            run=linear_int8,
-            pack=partial(to_w8a8, group=_group),
-            devices=("cpu",),
-            invariant=True,
-            priority=-1,
         ),
     )

@@ -11,12 +11,11 @@ import torch
 from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaInputs
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
-from weft.ops.cpu.served import check_built, check_served
+from weft.ops.cpu.served import check_built, check_served, check_taps
 
 Tensor = torch.Tensor
 
 MAX_DIM = 256
-TAPS = (2, 3, 4)
 
 
 class CpuDelta(DeltaBackend):
@@ -39,11 +38,7 @@ class CpuDelta(DeltaBackend):
                     f"{MAX_DIM}",
                     param="--attention-backend",
                 )
-        if delta.conv not in TAPS:
-            raise ConfigError(
-                f"delta net backend 'cpu' has no convolution of {delta.conv} taps",
-                param="--attention-backend",
-            )
+        check_taps("delta net backend 'cpu'", delta.conv)
         check_built("delta net backend 'cpu'")
 
     def run(self, inputs: DeltaInputs, out: Tensor, delta: DeltaInput) -> None:

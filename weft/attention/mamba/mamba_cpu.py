@@ -12,12 +12,11 @@ from weft.attention.mamba.mamba_backend import Finish, MambaBackend, MambaInput
 from weft.attention.recurrent import tree_sum
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
-from weft.ops.cpu.served import check_built, check_served
+from weft.ops.cpu.served import check_built, check_served, check_taps
 
 Tensor = torch.Tensor
 
 MAX_SIZE = 1024
-TAPS = (2, 3, 4)
 FINISHES: dict[Finish, int] = {"later": 0, "none": 1, "gated": 2, "normed": 3}
 """Numbers of csrc/mamba.cpp."""
 
@@ -41,11 +40,7 @@ class CpuMamba(MambaBackend):
                 f"{MAX_SIZE}",
                 param="--attention-backend",
             )
-        if mamba.conv not in TAPS:
-            raise ConfigError(
-                f"Mamba backend 'cpu' has no convolution of {mamba.conv} taps: it needs 2 to 4",
-                param="--attention-backend",
-            )
+        check_taps("Mamba backend 'cpu'", mamba.conv)
         check_built("Mamba backend 'cpu'")
 
     def run(self, zxbcdt: Tensor, out: Tensor, mamba: MambaInput) -> None:

@@ -10,13 +10,10 @@ import torch
 
 from weft.attention.mamba1.mamba1_backend import Mamba1Backend, Mamba1Input, Selected
 from weft.attention.recurrent import columns_of
-from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
-from weft.ops.cpu.served import check_built, check_served
+from weft.ops.cpu.served import check_built, check_served, check_taps
 
 Tensor = torch.Tensor
-
-TAPS = (2, 3, 4)
 
 
 class CpuMamba1(Mamba1Backend):
@@ -32,11 +29,7 @@ class CpuMamba1(Mamba1Backend):
         mamba = spec.mamba1
         assert mamba is not None
         check_served("Mamba 1 backend 'cpu'", dtype, device)
-        if mamba.conv not in TAPS:
-            raise ConfigError(
-                f"Mamba 1 backend 'cpu' has no convolution of {mamba.conv} taps: it needs 2 to 4",
-                param="--attention-backend",
-            )
+        check_taps("Mamba 1 backend 'cpu'", mamba.conv)
         check_built("Mamba 1 backend 'cpu'")
 
     def convolve(self, x: Tensor, out: Tensor, mamba: Mamba1Input) -> None:

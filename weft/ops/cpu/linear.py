@@ -76,12 +76,12 @@ def pack_w8a8(weight: Tensor, largest: Tensor | None = None, *, group: int = 0) 
 
     ``group``: see ``torch_ops.Int8Weight``.
     """
-    return _packed_int8(weight, gated=False, largest=largest, coding=bytes_coding(group))
+    return _packed_int8(weight, gated=False, largest=largest, group=group)
 
 
 def pack_gated_w8a8(weight: Tensor) -> PackedMatrix:
     """Pack weight [2 n, K] like ``pack_gated_int8``, for products with rows of x in 8 bits."""
-    return _packed_int8(weight, gated=True, coding=bytes_coding(0))
+    return _packed_int8(weight, gated=True, group=0)
 
 
 def bytes_coding(group: int) -> Coding:
@@ -204,12 +204,12 @@ def _packed(weight: Tensor, *, gated: bool) -> PackedMatrix:
 
 
 def _packed_int8(
-    weight: Tensor, *, gated: bool, largest: Tensor | None = None, coding: Coding | None = None
+    weight: Tensor, *, gated: bool, largest: Tensor | None = None, group: int | None = None
 ) -> PackedMatrix:
-    rounds = coding is not None
+    rounds = group is not None
     data, scales = int8_blocks(weight.detach(), gated=gated, largest=largest, rounds_rows=rounds)
-    form = None if coding is None else coding._asdict()
-    return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales, coding=form)
+    coding = None if group is None else bytes_coding(group)._asdict()
+    return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales, coding=coding)
 
 
 def int8_blocks(

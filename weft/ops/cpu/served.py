@@ -12,6 +12,7 @@ from weft.ops import cpu
 from weft.ops.registry import Implementation, register
 
 DTYPES = (torch.bfloat16, torch.float32)
+TAPS = (2, 3, 4)
 
 # Numbers of csrc/gemm_tile.h; 0 is linear without a gate.
 ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
@@ -23,6 +24,14 @@ def check_served(what: str, dtype: torch.dtype, device: torch.device) -> None:
         raise ConfigError(f"{what} does not run on {device.type}", param="--device")
     if dtype not in DTYPES:
         raise ConfigError(f"{what} has no {dtype}", param="--dtype")
+
+
+def check_taps(what: str, taps: int) -> None:
+    """Raise ConfigError unless the extension has convolutions of ``taps`` inputs (csrc/recurrent.h)."""
+    if taps not in TAPS:
+        raise ConfigError(
+            f"{what} has no convolution of {taps} taps: it needs 2 to 4", param="--attention-backend"
+        )
 
 
 def check_built(what: str) -> None:

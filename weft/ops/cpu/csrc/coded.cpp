@@ -544,13 +544,8 @@ Rows<float> in_floats(const Rows<bf16>& x, int64_t rows, int64_t begin, int64_t 
   static thread_local std::vector<float> memory;
   const int64_t count = end - begin;
   if (memory.size() < size_t(rows * count)) memory.resize(size_t(rows * count));
-  for (int64_t row = 0; row < rows; ++row) {
-    const bf16* from = x.x + row * x.x_stride + begin;
-    float* to = memory.data() + row * count;
-    int64_t k = 0;
-    for (; k + kLanes <= count; k += kLanes) store(to + k, load(from + k));
-    for (; k < count; ++k) to[k] = widen(from[k]);
-  }
+  for (int64_t row = 0; row < rows; ++row)
+    widen_row(x.x + row * x.x_stride + begin, count, count, memory.data() + row * count);
   return {memory.data(), count, x.sums, x.sums_stride};
 }
 

@@ -374,17 +374,19 @@ void run_brgemm(const Product<bf16, Out>& product, const uint8_t* w, const SumSc
 // True if many rows of bf16 are multiplied as floats, which are made from rows and weights in memory.
 constexpr bool kWidens = WEFT_AVX2 || (WEFT_AVX512 && !WEFT_BF16_DOTS);
 
+// Writes `count` numbers in float32, with zeros up to `depth`.
+inline void widen_row(const bf16* from, int64_t count, int64_t depth, float* to) {
+  int64_t k = 0;
+  for (; k + kLanes <= count; k += kLanes) store(to + k, load(from + k));
+  for (; k < depth; ++k) to[k] = k < count ? widen(from[k]) : 0.0f;
+}
+
 // Rows in float32, as `Product::widened`. Valid until this thread's next call.
 inline const float* widened_rows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs) {
   static thread_local std::vector<float> memory;
   const int64_t depth = divide_up(inputs, Bf16::depth) * Bf16::depth;
   if (memory.size() < size_t(rows * depth)) memory.resize(size_t(rows * depth));
-  for (int64_t row = 0; row < rows; ++row, x += x_stride) {
-    float* to = memory.data() + row * depth;
-    int64_t k = 0;
-    for (; k + kLanes <= inputs; k += kLanes) store(to + k, load(x + k));
-    for (; k < depth; ++k) to[k] = k < inputs ? widen(x[k]) : 0.0f;
-  }
+  for (int64_t row = 0; row < rows; ++row, x += x_stride) widen_row(x, inputs, depth, memory.data() + row * depth);
   return memory.data();
 }
 
