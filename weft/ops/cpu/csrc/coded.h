@@ -39,10 +39,16 @@ enum class Numbers : int64_t {
   bytes = 6,    // rounded.h
   nibbles = 7,  // rounded.h
   int5 = 8,     // with minimums
-  iq4 = 9       // 4 bits for the numbers of `kIq4` (coded_numbers.h)
+  iq4 = 9,      // 4 bits for the numbers of `kIq4` (coded_numbers.h)
+  bytes_by_words = 10,   // bytes, for rows in 16 bits
+  nibbles_by_words = 11  // nibbles, for rows in 16 bits
 };
 enum class Scales : int64_t { floats = 0, e4m3 = 1, e8m0 = 2, halves = 3, levels = 4 };
 enum class Zeros : int64_t { middle = 0, points = 1, minimums = 2 };  // middle: 8 (int4), 32 (int6), 128 (int8)
+
+// True if rows may have 16 bits: products of bytes are more than twice as fast as other products. Elsewhere the second
+// byte could also be -128, which products without VNNI do not take.
+constexpr bool kWordRows = WEFT_WORD_ROWS;
 
 struct Coding {
   Numbers numbers = Numbers::none;  // none: plain weights
@@ -51,12 +57,17 @@ struct Coding {
   int64_t group = 0;  // k per group; even. Bytes: k of a row of x with a common step; may exceed the row
 
   static constexpr int64_t kBytes64 = 2048, kNibbles64 = 1184;  // bytes of 64 k, see rounded.h
+  static constexpr int64_t kWordGroup = 128;  // largest group of rows in 16 bits
   static constexpr int64_t kSpan = 256;                         // k with a common upper level
 
   explicit operator bool() const { return numbers != Numbers::none; }
   bool four() const { return numbers == Numbers::int4 || numbers == Numbers::e2m1 || numbers == Numbers::iq4; }
   bool five() const { return numbers == Numbers::int5; }
-  bool rounds_rows() const { return numbers == Numbers::bytes || numbers == Numbers::nibbles; }
+  bool of_bytes() const { return numbers == Numbers::bytes || numbers == Numbers::bytes_by_words; }
+  bool of_nibbles() const { return numbers == Numbers::nibbles || numbers == Numbers::nibbles_by_words; }
+  bool rounds_rows() const { return of_bytes() || of_nibbles(); }
+  // Bytes of a number of a rounded row.
+  int row_bytes() const { return numbers == Numbers::bytes_by_words || numbers == Numbers::nibbles_by_words ? 2 : 1; }
   bool minimums() const { return zeros == Zeros::minimums; }
   int64_t scale_bytes() const { return scales == Scales::floats ? 128 : scales == Scales::halves ? 64 : 32; }
   int64_t head() const { return scale_bytes() + (zeros == Zeros::middle ? 0 : 32); }
@@ -65,7 +76,7 @@ struct Coding {
   int64_t groups(int64_t inputs) const { return (inputs + group - 1) / group; }
   // Bytes from the start of a block to `k`. `k` begins a group or is the end.
   int64_t offset(int64_t k) const {
-    if (rounds_rows()) return (k + 63) / 64 * (numbers == Numbers::bytes ? kBytes64 : kNibbles64);
+    if (rounds_rows()) return (k + 63) / 64 * (of_bytes() ? kBytes64 : kNibbles64);
     return groups(k) * head() + (k + 1) / 2 * step() + (k + kSpan - 1) / kSpan * upper();
   }
   // Bytes to the head of the group at `k`, after an upper level at `k`.
@@ -75,13 +86,14 @@ struct Coding {
 
   // The coding of Python's numbers (weft/ops/coding.py).
   static Coding of(int64_t numbers, int64_t scales, int64_t zeros, int64_t group) {
-    WEFT_CHECK(numbers >= 1 && numbers <= 9 && scales >= 0 && scales <= 4 && zeros >= 0 && zeros <= 2 && group >= 2 &&
+    WEFT_CHECK(numbers >= 1 && numbers <= 11 && scales >= 0 && scales <= 4 && zeros >= 0 && zeros <= 2 && group >= 2 &&
                    group % 2 == 0,
                "no coding of numbers ", numbers, ", scales ", scales, ", zeros ", zeros, ", group ", group);
     const Coding made{Numbers(numbers), Scales(scales), Zeros(zeros), group};
     WEFT_CHECK(made.scales == Scales::levels ? kSpan % made.group == 0 : !made.minimums(), "a coding of two levels");
-    WEFT_CHECK(made.numbers != Numbers::nibbles || made.group == 64, "nibbles have groups of 64");
-    WEFT_CHECK(made.numbers != Numbers::bytes || made.group % 64 == 0, "groups of bytes are multiples of 64");
+    WEFT_CHECK(!made.of_nibbles() || made.group == 64, "nibbles have groups of 64");
+    WEFT_CHECK(!made.of_bytes() || made.group % 64 == 0, "groups of bytes are multiples of 64");
+    WEFT_CHECK(made.row_bytes() == 1 || (kWordRows && made.group <= kWordGroup), "no rows in 16 bits, or large groups");
     WEFT_CHECK(!made.minimums() || made.numbers == Numbers::int4 || made.five(), "minimums are of 4 or 5 bits");
     WEFT_CHECK(made.minimums() || !made.five(), "5 bits have minimums");
     return made;

@@ -63,6 +63,15 @@
 #define WEFT_BF16_DOTS 0
 #endif
 
+// Rows of 16 bits as two bytes, see rounded.h.
+#if defined(__AVXVNNI__) && WEFT_AVX2
+#define WEFT_WORD_ROWS 1
+#elif defined(__AVX512VNNI__) && WEFT_AVX512 && !WEFT_BF16_DOTS && !defined(__AMX_INT8__)
+#define WEFT_WORD_ROWS 1
+#else
+#define WEFT_WORD_ROWS 0
+#endif
+
 namespace weft {
 
 inline float bits_to_float(uint32_t bits) {

@@ -92,7 +92,7 @@ Loop loop_of(Product<typename F::X> product, Crew& crew) {
   std::shared_ptr<uint8_t[]> rounded;
   if (product.coding.rounds_rows()) {  // rounded once for all parts
     const Rounding rounding = rounding_of(product, 0, product.rows);
-    rounded = std::make_shared_for_overwrite<uint8_t[]>(size_t(rounding.bytes()));
+    rounded = std::make_shared_for_overwrite<uint8_t[]>(size_t(rounding.memory()));
     crew.later(
         1, [product, rounding, rounded](int64_t) { round_rows(rounding, product.x, product.x_stride, rounded.get()); });
     product.bytes = rounding.in(rounded.get());

@@ -454,12 +454,13 @@ void run_made(const Product<bf16, Out>& product, const Make& make, const SumScal
 
 // True if rows in 8 bits are multiplied with AMX. Few rows with nibbles are not: the numbers would go through memory.
 inline bool bytes_by_amx(const Coding& coding, int64_t rows) {
-  return WEFT_AMX && use_brgemm && amx_permitted() && (coding.numbers == Numbers::bytes || rows > kNibbleTile);
+  return WEFT_AMX && use_brgemm && amx_permitted() && coding.row_bytes() == 1 && (coding.of_bytes() || rows > kNibbleTile);
 }
 
 template <class X, class Out>
 Rounding rounding_of(const Product<X, Out>& product, int64_t begin, int64_t end) {
-  return {begin, end - begin, product.layout.inputs, product.coding.group, bytes_by_amx(product.coding, end - begin)};
+  const Coding& coding = product.coding;
+  return {begin, end - begin, product.layout.inputs, coding.group, coding.row_bytes(), bytes_by_amx(coding, end - begin)};
 }
 
 // Returns `product` with data for rows [begin, end) that many blocks need: sums for minimums, tiles for AMX, rows in 8
@@ -470,7 +471,7 @@ Product<X, Out> for_rows(Product<X, Out> product, int64_t begin, int64_t end) {
     if (product.bytes.codes) return product;
     static thread_local std::vector<uint8_t> memory;
     const Rounding rounding = rounding_of(product, begin, end);
-    if (memory.size() < size_t(rounding.bytes())) memory.resize(size_t(rounding.bytes()));
+    if (memory.size() < size_t(rounding.memory())) memory.resize(size_t(rounding.memory()));
     round_rows(rounding, product.x + begin * product.x_stride, product.x_stride, memory.data());
     product.bytes = rounding.in(memory.data());
     return product;
@@ -520,12 +521,12 @@ auto makes_steps(const uint8_t* w) {
   };
 }
 
-// Rows rounded to 8 bits times a block.
+// Rows rounded to 8 or 16 bits times a block.
 template <class X, class Out>
 void run_bytes(const Product<X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
                int64_t column, const uint8_t* next) {
   const ByteRows& x = product.bytes;
-  const bool nibbles = product.coding.numbers == Numbers::nibbles;
+  const bool nibbles = product.coding.of_nibbles();
   Out* out = product.out + begin * product.out_stride + column;
 #if WEFT_AMX
   if (x.tiles && nibbles)
@@ -535,7 +536,7 @@ void run_bytes(const Product<X, Out>& product, const uint8_t* w, const Finish& f
   if (nibbles) {
     for (int64_t row = begin; row < end;) {
       const int64_t left = end - row, rows = divide_up(left, divide_up(left, kNibbleTile)), at = row - x.first;
-      nibble_tiles<Out>[rows - 1](x.codes + x.at(at, 0), x.depth, x.steps + at, x.sums + at, x.rows, w,
+      nibble_tiles<Out>[rows - 1](x.codes + x.at(at, 0), x.stride(), x.to_low(0), x.steps + at, x.sums + at, x.rows, w,
                                   x.depth / kByteTileDepth, finish, out, product.out_stride);
       row += rows, out += rows * product.out_stride;
     }
@@ -548,7 +549,7 @@ void run_bytes(const Product<X, Out>& product, const uint8_t* w, const Finish& f
     const int64_t left = end - row, rows = divide_up(left, divide_up(left, kByteTile)), at = row - x.first;
     for (int64_t number = 0, k = 0; number < groups; ++number, k += x.group) {
       const ByteGroup group{number == 0, number + 1 == groups, totals};
-      byte_tiles<Out>[rows - 1](x.codes + x.at(at, k), x.depth, x.steps + number * x.rows + at,
+      byte_tiles<Out>[rows - 1](x.codes + x.at(at, k), x.stride(), x.to_low(k), x.steps + number * x.rows + at,
                                 x.sums + number * x.rows + at, w + k / kByteDepth * kByteStep,
                                 std::min(x.group, inputs - k), finish, group, out, product.out_stride, ahead.take(w));
     }

@@ -42,6 +42,7 @@ std::vector<std::string> capabilities() {
   if (WEFT_AVX512) found.emplace_back("avx512");
   if (WEFT_AVX512_BF16) found.emplace_back("avx512_bf16");
   if (WEFT_NEON) found.emplace_back("neon");
+  if (kWordRows) found.emplace_back("word_rows");
   if (WEFT_NEON_BF16) found.emplace_back("neon_bf16");
   if (amx_permitted()) found.emplace_back("amx_bf16");
   if (brgemm_works()) found.emplace_back("brgemm");

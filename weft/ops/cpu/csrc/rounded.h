@@ -1,6 +1,9 @@
-// Rows rounded to 8 bits times weights of 8 and of 4 bits. Sums are integers, so all kernels give equal sums.
+// Rows rounded to 8 or to 16 bits times weights of 8 and of 4 bits. Sums are integers, so all kernels give equal sums.
 //
-//   groups     x[m, k] ~ step[m] * code[m, k], code -127 to 127, step = largest magnitude of a group of k / 127
+//   groups     x[m, k] ~ step[m] * code[m, k]
+//              8 bits: code -127 to 127, step = largest magnitude of a group of k / 127
+//              16 bits: code -32,639 to 32,639 = 256 * high + low, both bytes with a sign; step is a power of two.
+//              So numbers in bf16 from a 64th of the largest magnitude on are exact
 //   bytes      groups of `Coding::group` k (a multiple of 64), or the whole row
 //              w[n, k] = factor[n] * (byte[n, k] - 128)
 //              out[m, n] = sum over groups of (sum of code * byte - 128 * sum of codes) * factor[n] * step[m], in this
@@ -12,11 +15,13 @@
 //              Bytes: [column 0: k .. k + 3] .. [column 31: ..].
 //              Nibbles: columns 0 to 15 in the low halves, columns 16 to 31 in the high halves. 64 k of nibbles are
 //              preceded by 32 scales (float32) and 32 zero points (bytes)
-//   rows       codes, with zeros behind the last k, row after row; for AMX tiles: [16 rows][64 k][row of the 16][64]
+//   rows       codes, with zeros behind the last k, row after row; for AMX tiles: [16 rows][64 k][row of the 16][64].
+//              16 bits: the high bytes of a group, then the low bytes of the group
 //
 // Bytes of weights are unsigned, because vpdpbusd needs one unsigned operand; the sum of a row's codes corrects for the
 // offset. Sums have 32 bits and are exact up to 65,000 inputs: |code * byte| is at most 127 * 255 per input. A group of
-// 64 k of nibbles is exact in float32 before scaling.
+// 64 k of nibbles is exact in float32 before scaling. With 16 bits, the sum of the low bytes is added to 256 times the sum
+// of the high bytes in 32 bits: |code * byte| is at most 32,639 * 255 per input of at most 128.
 #pragma once
 
 #include "amx.h"
@@ -45,9 +50,10 @@ struct ByteSteps {
   static constexpr int64_t bytes = kByteStep;
 };
 
-// Rows in 8 bits, from row `first` on.
+// Rows in 8 or 16 bits, from row `first` on.
 struct ByteRows {
   int8_t* codes = nullptr;
+  int bytes = 1;                 // of a code
   int64_t first = 0, depth = 0;  // depth: k per row in memory, a multiple of 64
   int64_t group = 0;             // k per step of rounding, at most `depth`
   bool tiles = false;            // for AMX
@@ -55,9 +61,12 @@ struct ByteRows {
   float* steps = nullptr;        // [groups, rows]
   int32_t* sums = nullptr;       // [groups, rows], sums of codes
 
-  // Offset of k `k`, a multiple of 64, of row `row`.
+  int64_t stride() const { return depth * bytes; }
+  // Bytes from the high to the low bytes of the group at `k`; 0 for codes of one byte.
+  int64_t to_low(int64_t k) const { return bytes == 2 ? std::min(group, depth - k) : 0; }
+  // Offset of k `k`, a multiple of 64, of row `row`. Codes of two bytes: k begins a group.
   int64_t at(int64_t row, int64_t k) const {
-    if (!tiles) return row * depth + k;
+    if (!tiles) return row * stride() + k * bytes;
     return row / kByteTileRows * kByteTileRows * depth + k * kByteTileRows + row % kByteTileRows * kByteTileDepth;
   }
 };
@@ -125,21 +134,71 @@ int32_t round_bytes(const X* x, int64_t left, float inverse, int8_t* to) {
 #endif
 }
 
-// A rounding of rows of x; `first` is the number of the first row. group: k with a common step, a multiple of 64.
+constexpr float kLargestWord = 127 * 256 + 127;
+
+// A power of two: the step of codes of 16 bits for numbers up to `largest`, which is finite.
+inline float word_step(float largest) {
+  constexpr uint32_t kBits = 14, kExponent = 1 << 23;  // 2^14 <= 2^14 * fraction < 2^15
+  const uint32_t most = float_to_bits(kLargestWord) % kExponent, bits = float_to_bits(largest);
+  const uint32_t exponent = bits / kExponent + (bits % kExponent > most);
+  return bits_to_float((std::max(exponent, kBits + 1) - kBits) * kExponent);
+}
+
+// The same as `round_bytes` for codes of 16 bits, 64 high and 64 low bytes.
+template <class X>
+int32_t round_words(const X* x, int64_t left, float inverse, int8_t* high, int8_t* low) {
+#if WEFT_AVX512
+  __m512i total = _mm512_setzero_si512();
+  for (int part = 0; part < 4; ++part) {
+    const int count = int(std::clamp<int64_t>(left - 16 * part, 0, 16));
+    const vf value = count == 16 ? load(x + 16 * part) : count ? load_n(x + 16 * part, count) : splat(0.0f);
+    const __m512i code = _mm512_cvtps_epi32(value * splat(inverse));
+    const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(code, _mm512_set1_epi32(128)), 8);
+    total = _mm512_add_epi32(total, code);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(high + 16 * part), _mm512_cvtepi32_epi8(upper));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(low + 16 * part), _mm512_cvtepi32_epi8(code));
+  }
+  return _mm512_reduce_add_epi32(total);
+#else
+  int32_t total = 0;
+  for (int64_t k = 0; k < kByteTileDepth; ++k) {
+    const int32_t code = k < left ? int32_t(std::nearbyintf(widen(x[k]) * inverse)) : 0;
+    high[k] = int8_t((code + 128) >> 8), low[k] = int8_t(code), total += code;
+  }
+  return total;
+#endif
+}
+
+// A rounding of rows of x; `first` is the number of the first row. group: k with a common step, a multiple of 64;
+// bytes: of a code.
 struct Rounding {
   int64_t first, rows, inputs, group;
+  int bytes;
   bool tiles;
 
   int64_t depth() const { return divide_up(inputs, kByteTileDepth) * kByteTileDepth; }
   int64_t all() const { return divide_up(rows, kByteTileRows) * kByteTileRows; }
   int64_t groups() const { return divide_up(depth(), group); }
-  int64_t bytes() const { return all() * (depth() + 8 * groups()) + 64; }
+  int64_t memory() const { return all() * (depth() * bytes + 8 * groups()) + 64; }
   // The rows' layout in `memory`.
   ByteRows in(uint8_t* memory) const {
     int8_t* const codes = reinterpret_cast<int8_t*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
-    float* const steps = reinterpret_cast<float*>(codes + all() * depth());
+    float* const steps = reinterpret_cast<float*>(codes + all() * depth() * bytes);
     int32_t* const sums = reinterpret_cast<int32_t*>(steps + all() * groups());
-    return {codes, first, depth(), std::min(group, depth()), tiles, all(), steps, sums};
+    return {codes, bytes, first, depth(), std::min(group, depth()), tiles, all(), steps, sums};
+  }
+};
+
+// Step of a group of a row, and the reciprocal by which numbers are multiplied; 0: all codes are 0.
+struct Steps {
+  float step, inverse;
+
+  // largest: magnitude. A value that is not finite makes all results of the row NaN, whatever the codes.
+  Steps(float largest, int bytes) : step(std::numeric_limits<float>::quiet_NaN()), inverse(0.0f) {
+    if (!(largest <= std::numeric_limits<float>::max())) return;
+    step = bytes == 2 ? word_step(largest) : largest / 127.0f;
+    if (largest == 0.0f) return;
+    inverse = bytes == 2 ? 1.0f / step : std::min(127.0f / largest, std::numeric_limits<float>::max());
   }
 };
 
@@ -154,19 +213,19 @@ void round_rows(const Rounding& of, const X* x, int64_t x_stride, uint8_t* memor
       const int64_t begin = number * made.group, until = std::min(made.depth, begin + made.group);
       const int64_t end = std::min(of.inputs, until);
       const float largest = row < of.rows ? bits_to_float(largest_bits(x + begin, end - begin)) : 0.0f;
-      // A value that is not finite makes all results of the row NaN, whatever the codes.
-      const bool finite = largest <= std::numeric_limits<float>::max();
-      const float inverse =
-          finite && largest > 0.0f ? std::min(127.0f / largest, std::numeric_limits<float>::max()) : 0.0f;
+      const Steps steps(largest, of.bytes);
       int32_t sum = 0;
       for (int64_t k = begin; k < until; k += kByteTileDepth) {
-        int8_t* const to = made.codes + made.at(row, k);
-        if (inverse > 0.0f)
-          sum += round_bytes(x + k, of.inputs - k, inverse, to);
+        int8_t* const to = made.codes + (of.bytes == 2 ? made.at(row, begin) + k - begin : made.at(row, k));
+        int8_t* const low = to + made.to_low(begin);
+        if (steps.inverse == 0.0f)
+          std::memset(to, 0, kByteTileDepth), std::memset(low, 0, kByteTileDepth);
+        else if (of.bytes == 2)
+          sum += round_words(x + k, of.inputs - k, steps.inverse, to, low);
         else
-          std::memset(to, 0, kByteTileDepth);
+          sum += round_bytes(x + k, of.inputs - k, steps.inverse, to);
       }
-      made.steps[number * made.rows + row] = finite ? largest / 127.0f : std::numeric_limits<float>::quiet_NaN();
+      made.steps[number * made.rows + row] = steps.step;
       made.sums[number * made.rows + row] = sum;
     }
   }
@@ -192,6 +251,8 @@ inline ByteSums dot_bytes(ByteSums sum, __m512i x, __m512i w) {
   return _mm512_add_epi32(sum, _mm512_add_epi32(even, odd));
 #endif
 }
+inline ByteSums read_sums(const int32_t* from) { return _mm512_loadu_si512(from); }
+inline ByteSums times_256(ByteSums x) { return _mm512_slli_epi32(x, 8); }
 inline __m512i load_bytes(const uint8_t* w) { return _mm512_loadu_si512(w); }
 inline __m512i low_halves(__m512i w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 inline __m512i high_halves(__m512i w) { return low_halves(_mm512_srli_epi16(w, 4)); }
@@ -221,6 +282,8 @@ inline ByteSums dot_bytes(ByteSums sum, int32_t x, ByteWords w) {
     sum += recast<ByteSums>(w >> (8 * k) & 255u) * int32_t(int8_t(uint32_t(x) >> (8 * k)));
   return sum;
 }
+inline ByteSums read_sums(const int32_t* from) { return load_as<ByteSums>(from); }
+inline ByteSums times_256(ByteSums x) { return x * 256; }
 inline ByteWords load_bytes(const uint8_t* w) { return load_as<ByteWords>(w); }
 inline ByteWords low_halves(ByteWords w) { return w & 0x0f0f0f0fu; }
 inline ByteWords high_halves(ByteWords w) { return low_halves(w >> 4); }
@@ -316,39 +379,41 @@ __attribute__((noinline)) void byte_sums(const int8_t* codes, int64_t stride, co
 
 #endif
 
+// to = 256 * to + low
+inline void add_low(int32_t* to, const int32_t* low, int count) {
+  for (int i = 0; i < count; ++i) to[i] = to[i] * 256 + low[i];
+}
+
+// Sums of rows of `codes`, `stride` apart, and of `steps` of a block, int32 [rows, 32]. to_low: see ByteRows.
 #if WEFT_AVX2 || WEFT_NEON
 
-// Rows of `codes`, `stride` apart, times one group of a block. Three rows and more: first 16 columns, then the others,
-// so that the sums stay in registers.
-template <class Out, int rows>
-void byte_tile(const int8_t* codes, int64_t stride, const float* steps, const int32_t* sums, const uint8_t* w,
-               int64_t inputs, const Finish& finish, const ByteGroup& group, Out* out, int64_t out_stride,
-               Ahead ahead) {
-  alignas(32) int32_t total[rows * kBlock];
-  const int64_t count = divide_up(inputs, kByteDepth);
+template <int rows>
+void sum_bytes(const int8_t* codes, int64_t stride, int64_t to_low, const uint8_t* w, int64_t steps, Ahead ahead,
+               int32_t* to) {
   if constexpr (rows <= 2) {
-    byte_sums<rows, 4>(codes, stride, w, count, ahead, total);
-  } else {
-    byte_sums<rows, 2>(codes, stride, w, count, ahead, total);
-    byte_sums<rows, 2>(codes, stride, w + kByteStep / 2, count, {w, 0, INT64_MAX}, total + kLanes);
+    byte_sums<rows, 4>(codes, stride, w, steps, ahead, to);
+  } else {  // first 16 columns, then the others, so that the sums stay in registers
+    byte_sums<rows, 2>(codes, stride, w, steps, ahead, to);
+    byte_sums<rows, 2>(codes, stride, w + kByteStep / 2, steps, {w, 0, INT64_MAX}, to + kLanes);
   }
-  for (int row = 0; row < rows; ++row, out += out_stride) {
-    const int32_t* from = total + row * kBlock;
-    finish_bytes(read_sums(from), read_sums(from + kLanes), sums[row], steps[row], finish, group, row, out);
-  }
+  if (!kWordRows || !to_low) return;
+  alignas(32) int32_t low[rows * kBlock];
+  sum_bytes<rows>(codes + to_low, stride, 0, w, steps, {w, 0, INT64_MAX}, low);
+  add_low(to, low, rows * kBlock);
 }
 
 #else
 
-// Rows of `codes`, `stride` apart, times one group of a block.
-template <class Out, int rows>
-void byte_tile(const int8_t* codes, int64_t stride, const float* steps, const int32_t* sums, const uint8_t* w,
-               int64_t inputs, const Finish& finish, const ByteGroup& group, Out* out, int64_t out_stride,
-               Ahead ahead) {
+// to: sums of rows and of `steps` of a block; `added`: to 256 times the sums in `to`. Never inlined: see `float_sums`.
+template <int rows>
+__attribute__((noinline)) void byte_sums(const int8_t* codes, int64_t stride, const uint8_t* w, int64_t steps,
+                                         Ahead ahead, bool added, int32_t* to) {
   ByteSums total[rows][2];
-  for (auto& row : total) row[0] = row[1] = no_sums();
-  const int64_t count = divide_up(inputs, kByteDepth);
-  for (int64_t step = 0; step < count; ++step, w += kByteStep) {
+#pragma GCC unroll 16
+  for (int row = 0; row < rows; ++row)
+    for (int half = 0; half < 2; ++half)
+      total[row][half] = added ? times_256(read_sums(to + row * kBlock + half * kLanes)) : no_sums();
+  for (int64_t step = 0; step < steps; ++step, w += kByteStep) {
     if (step % (kPage / kByteStep) == 0) __builtin_prefetch(w + kPagesAhead);
     if ((step & ahead.mask) == 0) {
       __builtin_prefetch(ahead.at, 0, 2);
@@ -364,14 +429,34 @@ void byte_tile(const int8_t* codes, int64_t stride, const float* steps, const in
   }
 #pragma GCC unroll 16
   for (int row = 0; row < rows; ++row)
-    finish_bytes(total[row][0], total[row][1], sums[row], steps[row], finish, group, row, out + row * out_stride);
+    for (int half = 0; half < 2; ++half) std::memcpy(to + row * kBlock + half * kLanes, &total[row][half], 64);
+}
+
+template <int rows>
+void sum_bytes(const int8_t* codes, int64_t stride, int64_t to_low, const uint8_t* w, int64_t steps, Ahead ahead,
+               int32_t* to) {
+  byte_sums<rows>(codes, stride, w, steps, ahead, false, to);
+  if (kWordRows && to_low) byte_sums<rows>(codes + to_low, stride, w, steps, {w, 0, INT64_MAX}, true, to);
 }
 
 #endif
 
+// Rows of `codes`, `stride` apart, times one group of a block. to_low: see ByteRows.
+template <class Out, int rows>
+void byte_tile(const int8_t* codes, int64_t stride, int64_t to_low, const float* steps, const int32_t* sums,
+               const uint8_t* w, int64_t inputs, const Finish& finish, const ByteGroup& group, Out* out,
+               int64_t out_stride, Ahead ahead) {
+  alignas(64) int32_t total[rows * kBlock];
+  sum_bytes<rows>(codes, stride, to_low, w, divide_up(inputs, kByteDepth), ahead, total);
+  for (int row = 0; row < rows; ++row, out += out_stride) {
+    const int32_t* from = total + row * kBlock;
+    finish_bytes(read_sums(from), read_sums(from + kLanes), sums[row], steps[row], finish, group, row, out);
+  }
+}
+
 template <class Out>
-using ByteTile = void (*)(const int8_t*, int64_t, const float*, const int32_t*, const uint8_t*, int64_t, const Finish&,
-                          const ByteGroup&, Out*, int64_t, Ahead);
+using ByteTile = void (*)(const int8_t*, int64_t, int64_t, const float*, const int32_t*, const uint8_t*, int64_t,
+                          const Finish&, const ByteGroup&, Out*, int64_t, Ahead);
 template <class Out, int... rows>
 constexpr std::array<ByteTile<Out>, sizeof...(rows)> make_byte_tiles(std::integer_sequence<int, rows...>) {
   return {byte_tile<Out, rows + 1>...};
@@ -443,16 +528,23 @@ __attribute__((noinline)) void nibble_sums(const int8_t* codes, int64_t stride, 
 
 #if WEFT_AVX2 || WEFT_NEON
 
-// Rows of `codes`, `stride` apart, times a block of `groups`; steps and sums: see ByteRows.
+// Rows of `codes`, `stride` apart, times a block of `groups`; to_low, steps and sums: see ByteRows.
 template <class Out, int rows>
-void nibble_tile(const int8_t* codes, int64_t stride, const float* steps, const int32_t* sums, int64_t next_group,
-                 const uint8_t* w, int64_t groups, const Finish& finish, Out* out, int64_t out_stride) {
+void nibble_tile(const int8_t* codes, int64_t stride, int64_t to_low, const float* steps, const int32_t* sums,
+                 int64_t next_group, const uint8_t* w, int64_t groups, const Finish& finish, Out* out,
+                 int64_t out_stride) {
   vf total[rows][2];
   for (auto& row : total) row[0] = row[1] = splat(0.0f);
   alignas(32) int32_t part[rows * kBlock];
-  for (int64_t group = 0; group < groups; ++group, codes += kByteTileDepth, steps += next_group, sums += next_group) {
+  const int64_t of_group = kByteTileDepth + to_low;
+  for (int64_t group = 0; group < groups; ++group, codes += of_group, steps += next_group, sums += next_group) {
     for (int64_t line = 0; line < kNibbleGroup; line += 64) __builtin_prefetch(w + kAhead + line);
     nibble_sums<rows>(codes, stride, w + kNibbleHead, part);
+    if (kWordRows && to_low) {
+      alignas(32) int32_t low[rows * kBlock];
+      nibble_sums<rows>(codes + to_low, stride, w + kNibbleHead, low);
+      add_low(part, low, rows * kBlock);
+    }
     const NibbleHead head(w);
     w += kNibbleGroup;
     for (int row = 0; row < rows; ++row)
@@ -465,29 +557,43 @@ void nibble_tile(const int8_t* codes, int64_t stride, const float* steps, const 
 
 #else
 
-// Rows of `codes`, `stride` apart, times a block of `groups`; steps and sums: see ByteRows.
+// part += products of 64 k
+template <int rows>
+inline __attribute__((always_inline)) void add_nibbles(const int8_t* codes, int64_t stride, const uint8_t* w,
+                                                       ByteSums (&part)[rows][2]) {
+#pragma GCC unroll 4
+  for (int64_t step = 0; step < kByteTileDepth / kByteDepth; ++step, w += kByteStep / 2) {
+    const auto both = load_bytes(w);
+    const auto first = low_halves(both), second = high_halves(both);
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; ++row) {
+      const auto x = four_bytes(codes + row * stride + step * kByteDepth);
+      part[row][0] = dot_bytes(part[row][0], x, first);
+      part[row][1] = dot_bytes(part[row][1], x, second);
+    }
+  }
+}
+
+// Rows of `codes`, `stride` apart, times a block of `groups`; to_low, steps and sums: see ByteRows.
 template <class Out, int rows>
-void nibble_tile(const int8_t* codes, int64_t stride, const float* steps, const int32_t* sums, int64_t next_group,
-                 const uint8_t* w, int64_t groups, const Finish& finish, Out* out, int64_t out_stride) {
+void nibble_tile(const int8_t* codes, int64_t stride, int64_t to_low, const float* steps, const int32_t* sums,
+                 int64_t next_group, const uint8_t* w, int64_t groups, const Finish& finish, Out* out,
+                 int64_t out_stride) {
   vf total[rows][2];
   for (auto& row : total) row[0] = row[1] = splat(0.0f);
-  for (int64_t group = 0; group < groups; ++group, codes += kByteTileDepth, steps += next_group, sums += next_group) {
+  const int64_t of_group = kByteTileDepth + to_low;
+  for (int64_t group = 0; group < groups; ++group, codes += of_group, steps += next_group, sums += next_group) {
     const NibbleHead head(w);
     ByteSums part[rows][2];
     for (auto& row : part) row[0] = row[1] = no_sums();
     for (int64_t line = 0; line < kNibbleGroup; line += 64) __builtin_prefetch(w + kAhead + line);
-    w += kNibbleHead;
-#pragma GCC unroll 4
-    for (int64_t step = 0; step < kByteTileDepth / kByteDepth; ++step, w += kByteStep / 2) {
-      const auto both = load_bytes(w);
-      const auto first = low_halves(both), second = high_halves(both);
+    add_nibbles<rows>(codes, stride, w + kNibbleHead, part);
+    if (kWordRows && to_low) {
 #pragma GCC unroll 8
-      for (int row = 0; row < rows; ++row) {
-        const auto x = four_bytes(codes + row * stride + step * kByteDepth);
-        part[row][0] = dot_bytes(part[row][0], x, first);
-        part[row][1] = dot_bytes(part[row][1], x, second);
-      }
+      for (int row = 0; row < rows; ++row) part[row][0] = times_256(part[row][0]), part[row][1] = times_256(part[row][1]);
+      add_nibbles<rows>(codes + to_low, stride, w + kNibbleHead, part);
     }
+    w += kNibbleGroup;
 #pragma GCC unroll 8
     for (int row = 0; row < rows; ++row)
       for (int half = 0; half < 2; ++half)
@@ -500,8 +606,8 @@ void nibble_tile(const int8_t* codes, int64_t stride, const float* steps, const 
 #endif
 
 template <class Out>
-using NibbleTile = void (*)(const int8_t*, int64_t, const float*, const int32_t*, int64_t, const uint8_t*, int64_t,
-                            const Finish&, Out*, int64_t);
+using NibbleTile = void (*)(const int8_t*, int64_t, int64_t, const float*, const int32_t*, int64_t, const uint8_t*,
+                            int64_t, const Finish&, Out*, int64_t);
 template <class Out, int... rows>
 constexpr std::array<NibbleTile<Out>, sizeof...(rows)> make_nibble_tiles(std::integer_sequence<int, rows...>) {
   return {nibble_tile<Out, rows + 1>...};
