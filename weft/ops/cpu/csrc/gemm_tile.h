@@ -261,11 +261,13 @@ struct Ahead {
   int64_t line, mask;
 };
 
-template <class F, class Out, int rows>
-void tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t inputs, const Finish& finish, Out* out,
-          int64_t out_stride, Ahead ahead) {
+// rows x 32 sums in float32. Never inlined: code after the loop would take registers of the loop.
+template <class F, int rows>
+__attribute__((noinline)) void tile_sums(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t inputs,
+                                         Ahead ahead, float* to) {
   vf sum[rows][2];
-  for (auto& row : sum) row[0] = row[1] = splat(0.0f);
+#pragma GCC unroll 16
+  for (int row = 0; row < rows; ++row) sum[row][0] = sum[row][1] = splat(0.0f);
   // The chain over k: each sum adds its products in order, for any number of rows.
   const int64_t steps = inputs / F::depth;
   for (int64_t step = 0; step < steps; ++step, w += F::bytes) {
@@ -292,7 +294,19 @@ void tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t in
     }
   }
 #pragma GCC unroll 16
-  for (int row = 0; row < rows; ++row) finish_row(sum[row][0], sum[row][1], finish, out + row * out_stride);
+  for (int row = 0; row < rows; ++row) {
+    store(to + row * kBlock, sum[row][0]);
+    store(to + row * kBlock + kLanes, sum[row][1]);
+  }
+}
+
+template <class F, class Out, int rows>
+void tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t inputs, const Finish& finish, Out* out,
+          int64_t out_stride, Ahead ahead) {
+  alignas(64) float sums[rows * kBlock];
+  tile_sums<F, rows>(x, x_stride, w, inputs, ahead, sums);
+  for (int row = 0; row < rows; ++row)
+    finish_row(load(sums + row * kBlock), load(sums + row * kBlock + kLanes), finish, out + row * out_stride);
 }
 
 #if WEFT_AVX2

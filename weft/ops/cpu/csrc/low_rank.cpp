@@ -64,17 +64,24 @@ std::vector<Outputs> pieces(Sizes spans, int64_t outputs, int64_t parts) {
 template <int N, int M, class T>
 void inner(const T* x, const T* a, int64_t inputs, float* z, int64_t stride) {
   vf sums[N][M];
+#pragma GCC unroll 8
   for (int r = 0; r < N; ++r)
+#pragma GCC unroll 8
     for (int j = 0; j < M; ++j) sums[r][j] = splat(0.0f);
   in_steps(inputs, [&](int64_t i, int lanes) {
     vf lines[M];
+#pragma GCC unroll 8
     for (int j = 0; j < M; ++j) lines[j] = take(a + j * inputs + i, lanes);
+#pragma GCC unroll 8
     for (int r = 0; r < N; ++r) {
       const vf values = take(x + r * inputs + i, lanes);
+#pragma GCC unroll 8
       for (int j = 0; j < M; ++j) sums[r][j] = fma(values, lines[j], sums[r][j]);
     }
   });
+#pragma GCC unroll 8
   for (int r = 0; r < N; ++r)
+#pragma GCC unroll 8
     for (int j = 0; j < M; ++j) z[r * stride + j] = reduce_add(sums[r][j]);
 }
 
@@ -84,14 +91,20 @@ template <int N, int K, class T>
 inline void outer_at(T* y, const T* b, const float* z, int64_t stride, int64_t rank, int64_t outputs, int64_t at,
                      int lanes) {
   vf sums[N][K];
+#pragma GCC unroll 8
   for (int r = 0; r < N; ++r)
+#pragma GCC unroll 8
     for (int k = 0; k < K; ++k) sums[r][k] = splat(0.0f);
   for (int64_t j = 0; j < rank; ++j)
+#pragma GCC unroll 8
     for (int k = 0; k < K; ++k) {
       const vf line = take(b + j * outputs + at + k * kLanes, lanes);
+#pragma GCC unroll 8
       for (int r = 0; r < N; ++r) sums[r][k] = fma(splat(z[r * stride + j]), line, sums[r][k]);
     }
+#pragma GCC unroll 8
   for (int r = 0; r < N; ++r)
+#pragma GCC unroll 8
     for (int k = 0; k < K; ++k) {
       T* to = y + r * outputs + at + k * kLanes;
       put(to, take(to, lanes) + sums[r][k], lanes);

@@ -479,7 +479,7 @@ struct NibbleHead {
   }
 };
 
-constexpr int kNibbleTile = WEFT_AVX512 ? 6 : WEFT_AVX2 ? 4 : WEFT_NEON ? 6 : 1;
+constexpr int kNibbleTile = WEFT_AVX512 ? 12 : WEFT_AVX2 ? 4 : WEFT_NEON ? 6 : 1;
 
 #if WEFT_AVX2
 
@@ -526,7 +526,60 @@ __attribute__((noinline)) void nibble_sums(const int8_t* codes, int64_t stride, 
 
 #endif
 
+// Sums of rows of `codes`, `stride` apart, and of one group, int32 [rows, 32]. to_low: see ByteRows.
 #if WEFT_AVX2 || WEFT_NEON
+
+template <int rows>
+void sum_nibbles(const int8_t* codes, int64_t stride, int64_t to_low, const uint8_t* w, int32_t* to) {
+  nibble_sums<rows>(codes, stride, w, to);
+  if (!kWordRows || !to_low) return;
+  alignas(32) int32_t low[rows * kBlock];
+  nibble_sums<rows>(codes + to_low, stride, w, low);
+  add_low(to, low, rows * kBlock);
+}
+
+#else
+
+// added: to 256 times the sums in `to`.
+template <int rows>
+inline __attribute__((always_inline)) void nibble_sums(const int8_t* codes, int64_t stride, const uint8_t* w,
+                                                       int64_t steps, bool added, int32_t* to) {
+  ByteSums total[rows][2];
+#pragma GCC unroll 16
+  for (int row = 0; row < rows; ++row)
+    for (int half = 0; half < 2; ++half)
+      total[row][half] = added ? times_256(read_sums(to + row * kBlock + half * kLanes)) : no_sums();
+  for (int64_t step = 0; step < steps; ++step, w += kByteStep / 2) {
+    const auto both = load_bytes(w);
+    const auto first = low_halves(both), second = high_halves(both);
+#pragma GCC unroll 16
+    for (int row = 0; row < rows; ++row) {
+      const auto x = four_bytes(codes + row * stride + step * kByteDepth);
+      total[row][0] = dot_bytes(total[row][0], x, first);
+      total[row][1] = dot_bytes(total[row][1], x, second);
+    }
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < rows; ++row)
+    for (int half = 0; half < 2; ++half) std::memcpy(to + row * kBlock + half * kLanes, &total[row][half], 64);
+}
+
+// A compiler that knows the number of steps, or inlines many rows, keeps sums in memory.
+template <int rows>
+__attribute__((noipa)) void nibble_sums_apart(const int8_t* codes, int64_t stride, const uint8_t* w, int64_t steps,
+                                              bool added, int32_t* to) {
+  nibble_sums<rows>(codes, stride, w, steps, added, to);
+}
+
+template <int rows>
+void sum_nibbles(const int8_t* codes, int64_t stride, int64_t to_low, const uint8_t* w, int32_t* to) {
+  constexpr auto sums = rows <= 4 ? nibble_sums<rows> : nibble_sums_apart<rows>;
+  constexpr int64_t kSteps = kByteTileDepth / kByteDepth;
+  sums(codes, stride, w, kSteps, false, to);
+  if (kWordRows && to_low) sums(codes + to_low, stride, w, kSteps, true, to);
+}
+
+#endif
 
 // Rows of `codes`, `stride` apart, times a block of `groups`; to_low, steps and sums: see ByteRows.
 template <class Out, int rows>
@@ -535,16 +588,11 @@ void nibble_tile(const int8_t* codes, int64_t stride, int64_t to_low, const floa
                  int64_t out_stride) {
   vf total[rows][2];
   for (auto& row : total) row[0] = row[1] = splat(0.0f);
-  alignas(32) int32_t part[rows * kBlock];
+  alignas(64) int32_t part[rows * kBlock];
   const int64_t of_group = kByteTileDepth + to_low;
   for (int64_t group = 0; group < groups; ++group, codes += of_group, steps += next_group, sums += next_group) {
     for (int64_t line = 0; line < kNibbleGroup; line += 64) __builtin_prefetch(w + kAhead + line);
-    nibble_sums<rows>(codes, stride, w + kNibbleHead, part);
-    if (kWordRows && to_low) {
-      alignas(32) int32_t low[rows * kBlock];
-      nibble_sums<rows>(codes + to_low, stride, w + kNibbleHead, low);
-      add_low(part, low, rows * kBlock);
-    }
+    sum_nibbles<rows>(codes, stride, to_low, w + kNibbleHead, part);
     const NibbleHead head(w);
     w += kNibbleGroup;
     for (int row = 0; row < rows; ++row)
@@ -554,56 +602,6 @@ void nibble_tile(const int8_t* codes, int64_t stride, int64_t to_low, const floa
   }
   for (int row = 0; row < rows; ++row) finish_row(total[row][0], total[row][1], finish, out + row * out_stride);
 }
-
-#else
-
-// part += products of 64 k
-template <int rows>
-inline __attribute__((always_inline)) void add_nibbles(const int8_t* codes, int64_t stride, const uint8_t* w,
-                                                       ByteSums (&part)[rows][2]) {
-#pragma GCC unroll 4
-  for (int64_t step = 0; step < kByteTileDepth / kByteDepth; ++step, w += kByteStep / 2) {
-    const auto both = load_bytes(w);
-    const auto first = low_halves(both), second = high_halves(both);
-#pragma GCC unroll 8
-    for (int row = 0; row < rows; ++row) {
-      const auto x = four_bytes(codes + row * stride + step * kByteDepth);
-      part[row][0] = dot_bytes(part[row][0], x, first);
-      part[row][1] = dot_bytes(part[row][1], x, second);
-    }
-  }
-}
-
-// Rows of `codes`, `stride` apart, times a block of `groups`; to_low, steps and sums: see ByteRows.
-template <class Out, int rows>
-void nibble_tile(const int8_t* codes, int64_t stride, int64_t to_low, const float* steps, const int32_t* sums,
-                 int64_t next_group, const uint8_t* w, int64_t groups, const Finish& finish, Out* out,
-                 int64_t out_stride) {
-  vf total[rows][2];
-  for (auto& row : total) row[0] = row[1] = splat(0.0f);
-  const int64_t of_group = kByteTileDepth + to_low;
-  for (int64_t group = 0; group < groups; ++group, codes += of_group, steps += next_group, sums += next_group) {
-    const NibbleHead head(w);
-    ByteSums part[rows][2];
-    for (auto& row : part) row[0] = row[1] = no_sums();
-    for (int64_t line = 0; line < kNibbleGroup; line += 64) __builtin_prefetch(w + kAhead + line);
-    add_nibbles<rows>(codes, stride, w + kNibbleHead, part);
-    if (kWordRows && to_low) {
-#pragma GCC unroll 8
-      for (int row = 0; row < rows; ++row) part[row][0] = times_256(part[row][0]), part[row][1] = times_256(part[row][1]);
-      add_nibbles<rows>(codes + to_low, stride, w + kNibbleHead, part);
-    }
-    w += kNibbleGroup;
-#pragma GCC unroll 8
-    for (int row = 0; row < rows; ++row)
-      for (int half = 0; half < 2; ++half)
-        total[row][half] = head.add(total[row][half], part[row][half], half, sums[row], steps[row]);
-  }
-#pragma GCC unroll 8
-  for (int row = 0; row < rows; ++row) finish_row(total[row][0], total[row][1], finish, out + row * out_stride);
-}
-
-#endif
 
 template <class Out>
 using NibbleTile = void (*)(const int8_t*, int64_t, int64_t, const float*, const int32_t*, int64_t, const uint8_t*,
