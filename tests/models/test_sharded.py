@@ -30,7 +30,7 @@ from weft.models.loader import load_model
 from weft.models.quantized.filling import hold_rounded
 from weft.models.registry import WEIGHTS
 from weft.ops import cpu
-from weft.ops.coded import dequantize, row_group, to_int4, to_w4a8
+from weft.ops.coded import dequantize, row_group, to_exact_int4, to_int4, to_w4a8
 from weft.ops.torch_ops import to_int8_codes
 from weft.parallel.comm import drive, reduced
 from weft.parallel.mesh import Mesh
@@ -243,10 +243,12 @@ def test_rows_are_rounded_alike_on_any_number_of_ranks(inputs: int) -> None:
     build = Build(dtype=torch.float32, device=CPU, quantization="w4a8")
     group = row_group("w4a8", inputs)
     assert group == (0 if inputs % 256 else 64)
-    assert build.matrix_op("linear", divided=inputs) is build.op("linear_w4a8" if group else "linear_int4")
+    assert build.matrix_op("linear", divided=inputs) is build.op(
+        "linear_w4a8" if group else "linear_int4-exact"
+    )
     half = Shard(((0, inputs // 2),), inputs, 1)
     rounding = build.notes.weight(build.matrix(8, inputs // 2, shard=half)).note.rounds
-    assert rounding is (to_w4a8 if group else to_int4)
+    assert rounding is (to_w4a8 if group else to_exact_int4)
 
 
 @pytest.mark.parametrize(("inputs", "group"), [(1024, 128), (3072, 128), (512, 64), (768, 64), (1408, 0)])
@@ -254,7 +256,7 @@ def test_divided_rows_in_8_bits_have_steps_of_groups(inputs: int, group: int) ->
     """With w8a8, two and four ranks round rows of x to the codes and steps of one rank."""
     assert row_group("w8a8", inputs) == group
     build = Build(dtype=torch.float32, device=CPU, quantization="w8a8")
-    op = build.op(f"linear_w8a8-{group}" if group else "linear_int8")
+    op = build.op(f"linear_w8a8-{group}" if group else "linear_int8-exact")
     assert build.matrix_op("linear", divided=inputs) is op
     x, weight = torch.randn(5, inputs), torch.randn(7, inputs)
     largest = weight.abs().amax(dim=1, keepdim=True)

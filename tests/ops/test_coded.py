@@ -287,7 +287,7 @@ def test_rows_are_rounded_where_groups_are_whole() -> None:
     for ends, rounds in (((64, 256), True), ((0, 128), True), ((32, 256), False), ((0, 96), False)):
         part = codes.columns(*ends)
         assert part is not None
-        assert part.rounds_rows == rounds
+        assert part.row_bits == (8 if rounds else None)
     assert coded.joined([codes, coded.to_int4(torch.randn(6, 256))]) is None
 
 

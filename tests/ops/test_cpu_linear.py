@@ -176,7 +176,7 @@ def test_rows_of_8_bits_in_groups(dtype: torch.dtype, shape: tuple[int, int], ke
     codes = coded.to_w4a8(weight)
     rounded, steps = torch_ops.rounded_rows(x, 64)
     rows = (rounded.double() * steps.double())[:, : x.shape[1]]
-    meant = coded.dequantize(replace(codes, rounds_rows=False), torch.float64)
+    meant = coded.dequantize(replace(codes, row_bits=None), torch.float64)
     assert_linear(ops.linear(x, ops.pack_w4a8(weight), bias), rows.to(dtype), meant, bias, rows)
     wanted = torch_ops.linear(x, codes, bias).double()
     assert (wanted - (rows @ meant.T + bias.double())).abs().max() <= 0.01 * wanted.abs().max()

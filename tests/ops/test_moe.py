@@ -184,8 +184,7 @@ def test_cpp_rounds_rows_of_tokens(form: str, kind: str, dtype: torch.dtype, ker
     if form == "w8a8":
         assert (reference.gate_up.group, reference.down.group) == (0, 64)
     else:
-        assert reference.gate_up.rounds_rows
-        assert reference.down.rounds_rows
+        assert reference.gate_up.row_bits == reference.down.row_bits == 8
     runs = (moe.moe_int8, moe.moe_tiled_int8) if form == "w8a8" else (moe.moe, moe.moe_tiled)
     for count in (1, 37):
         x, ids = tokens(count, dtype)
@@ -203,9 +202,11 @@ def test_halves_are_rounded_by_themselves() -> None:
     for inner, shared in ((64, 0), (0, 64)):
         chosen = replace(weights, inner_group=inner, shared_inner_group=shared)
         made = moe.in_w4a8(chosen)
-        assert made.gate_up.rounds_rows
-        assert made.shared_gate_up.rounds_rows
-        assert (made.down.rounds_rows, made.shared_down.rounds_rows) == (inner > 0, shared > 0)
+        assert made.gate_up.row_bits == made.shared_gate_up.row_bits == 8
+        assert (made.down.row_bits, made.shared_down.row_bits) == (
+            8 if inner else None,
+            8 if shared else None,
+        )
         made = moe.with_rounded_rows(chosen)
         assert (made.down.group, made.shared_down.group) == (inner or None, shared or None)
 

@@ -114,9 +114,9 @@ class Build:
         """Return ``op`` for a matrix to which quantization applies. Wide matrices are never quantized.
 
         ``divided`` is the total number of inputs of a matrix with inputs divided over ranks, otherwise 0.
-        Rounding of x to 8 bits must not depend on the number of ranks. With ``divided``, w8a8 therefore
-        rounds groups of inputs (``coded.row_group``), and w8a8-fp8 becomes fp8. Without such groups w8a8
-        becomes int8, and w4a8 becomes int4.
+        Rounding of x must not depend on the number of ranks. With ``divided``, w8a8 and int8 therefore round
+        groups of inputs (``coded.row_group``), and w8a8-fp8 becomes fp8. Without such groups w8a8 and int8
+        become int8-exact, and w4a8 and int4 become int4-exact: rows of x stay as they are.
         """
         kind = self._kind(divided)
         return self.op(name if kind == "none" or wide else f"{name}_{kind}", wide=wide)
@@ -185,9 +185,13 @@ class Build:
         if not divided:
             return self.quantization
         group = coded.row_group(self.quantization, divided)
+        if self.quantization in ("int8", "int4") and self.dtype != torch.bfloat16:
+            group = 0  # 16 bits are too few for rows in float32
         kinds = {
-            "w8a8": f"w8a8-{group}" if group else "int8",
-            "w4a8": "w4a8" if group else "int4",
+            "w8a8": f"w8a8-{group}" if group else "int8-exact",
+            "int8": f"int8-{group}" if group else "int8-exact",
+            "w4a8": "w4a8" if group else "int4-exact",
+            "int4": "int4" if group else "int4-exact",
             "w8a8-fp8": "fp8",
         }
         return kinds.get(self.quantization, self.quantization)

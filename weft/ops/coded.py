@@ -28,6 +28,10 @@ MIDDLE = {"int4": 8, "int8": 128}
 # Index = number in csrc/coded.h.
 NUMBERS = ("none", "int4", "int8", "e2m1", "e4m3")
 NIBBLES = 7
+WORD_ROWS = {"int8": 10, "int4": 11}
+"""Numbers of packed codes for rows of x in 16 bits (csrc/rounded.h)."""
+WORD_GROUP = 128
+"""Inputs of a row of x in 16 bits with a common step, for weights of 8 bits."""
 """Number in csrc/coded.h of int4 codes that are multiplied by rows in 8 bits."""
 SCALES = (torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 LARGEST_GROUP = 256
@@ -56,8 +60,9 @@ class Codes:
     """Factor of each row, float64 [N] (float32 for GPU kernels); None for no factors."""
     order: Tensor | None = None
     """Permutation of inputs, int64 [K]: column i is input ``order[i]``. None for the natural order."""
-    rounds_rows: bool = False
-    """True if rows of x are rounded to 8 bits as well, ``group`` inputs at a time. Only for ``to_w4a8``."""
+    row_bits: int | None = None
+    """8: rows of x are rounded to 8 bits as well, ``group`` inputs at a time. Only for ``to_w4a8``. 16: a CPU
+    may round rows of x to 16 bits, for speed. None: rows of x stay as they are."""
     mapped: Mapped | None = None
     """Mapped file with the memory of ``values``, and possibly of the scales. Readers call ``drop_pages``."""
 
@@ -85,8 +90,11 @@ class Codes:
         """Format of the packed codes in csrc/coded.h."""
         if self.block is not None:
             return self.block.coding
-        if self.rounds_rows:
-            return Coding(numbers=NIBBLES, scales=0, zeros=1, group=self.group)
+        if self.row_bits == 16 and not self.four:
+            return Coding(numbers=WORD_ROWS["int8"], scales=0, zeros=0, group=WORD_GROUP)
+        if self.row_bits is not None:
+            numbers = NIBBLES if self.row_bits == 8 else WORD_ROWS["int4"]
+            return Coding(numbers=numbers, scales=0, zeros=1, group=self.group)
         return Coding(
             numbers=NUMBERS.index(self.numbers),
             scales=SCALES.index(self.scales.dtype),
@@ -172,7 +180,7 @@ class Codes:
             values=self.values[:, begin // per_byte : -(-end // per_byte)],
             inputs=end - begin,
             group=max(end - begin, 2) if whole else self.group,
-            rounds_rows=self.rounds_rows and not whole,
+            row_bits=None if whole else self.row_bits,
             scales=as_bytes(self.scales)[:, groups].view(self.scales.dtype),
             zeros=None if self.zeros is None else self.zeros[:, groups],
         )
@@ -189,7 +197,7 @@ class Codes:
         """Return the same codes with a scale for every ``group`` inputs.
 
         ``group`` must divide the present group size, unless one group spans all inputs. Any change clears
-        ``rounds_rows``.
+        ``row_bits``.
         """
         if group == self.group:
             return self
@@ -198,7 +206,7 @@ class Codes:
         return replace(
             self,
             group=group,
-            rounds_rows=False,
+            row_bits=None,
             scales=as_bytes(self.scales)[..., index].view(self.scales.dtype),
             zeros=None if self.zeros is None else self.zeros[..., index],
         )
@@ -371,7 +379,7 @@ def as_bytes(scales: Tensor) -> Tensor:
 
 
 def _kind(codes: Codes) -> tuple[object, ...]:
-    return codes.numbers, codes.inputs, codes.scales.dtype, codes.rounds_rows
+    return codes.numbers, codes.inputs, codes.scales.dtype, codes.row_bits
 
 
 def _same_order(a: Tensor | None, b: Tensor | None) -> bool:
@@ -407,7 +415,7 @@ def all_factors(parts: Sequence[Codes]) -> Tensor:
 def to_int4(weight: Tensor) -> Codes:
     """Round ``weight`` [N, K] (or a stack) to int4, with a scale and a zero point per 64 inputs.
 
-    The scale covers the range of the group's weights and 0.
+    The scale covers the range of the group's weights and 0. Rows of x may be rounded to 16 bits.
     """
     if (rows := rows_at_once(weight)) < len(weight):
         return _all_rows([to_int4(some) for some in weight.split(rows)])
@@ -424,12 +432,18 @@ def to_int4(weight: Tensor) -> Codes:
         group=INT4_GROUP,
         scales=scales,
         zeros=zeros.to(torch.uint8),
+        row_bits=16,
     )
+
+
+def to_exact_int4(weight: Tensor) -> Codes:
+    """Round ``weight`` like ``to_int4``, for products that do not round rows of x."""
+    return replace(to_int4(weight), row_bits=None)
 
 
 def to_w4a8(weight: Tensor) -> Codes:
     """Round ``weight`` like ``to_int4``, for products with rows of x in 8 bits, 64 inputs at a time."""
-    return replace(to_int4(weight), rounds_rows=True)
+    return replace(to_int4(weight), row_bits=8)
 
 
 def to_fp8(weight: Tensor) -> Codes:
@@ -473,16 +487,23 @@ def _all_rows(parts: list[Codes]) -> Codes:
     return whole
 
 
-GROUPED: dict[str, Callable[[Tensor], Codes]] = {"int4": to_int4, "w4a8": to_w4a8, "fp8": to_fp8}
-"""Rounding functions with a scale for each group of inputs, by name of ``--quantization``."""
+GROUPED: dict[str, Callable[[Tensor], Codes]] = {
+    "int4": to_int4,
+    "int4-exact": to_exact_int4,
+    "w4a8": to_w4a8,
+    "fp8": to_fp8,
+}
+"""Rounding functions with a scale for each group of inputs, by kind of a matrix (``layers.build.Build``)."""
 ROUNDED_NUMBERS = 1 << 20
 DEQUANTIZED = 1 << 26
 """Maximum numbers that a GPU dequantizes at a time before cuBLAS multiplies many rows."""
 INT4_GROUP = 64
 ROW_GROUPS = (128, 64)
-"""Inputs of x that may have a common step of rounding with w8a8, where ranks divide the inputs."""
-UNCUT = 4 * INT4_GROUP
-"""If K is a multiple of this number, two and four ranks have whole groups."""
+"""Inputs of x that may have a common step of rounding, where ranks divide the inputs."""
+INT8_DIVIDED = ("int8-exact", *(f"int8-{group}" for group in ROW_GROUPS))
+"""Kinds of int8 matrices whose inputs ranks divide, by the rounding of rows of x on a CPU."""
+UNCUT = {"w8a8": 4 * INT4_GROUP, "w4a8": 4 * INT4_GROUP, "int8": 8 * INT4_GROUP, "int4": 8 * INT4_GROUP}
+"""If K is a multiple of this number, two and four ranks have whole groups; with int8 and int4 also eight."""
 LARGEST_E4M3 = 448.0
 FP8_GROUP = 128
 
@@ -492,11 +513,11 @@ def row_group(quantization: str, divided: int) -> int:
 
     0: such rows are not rounded. The number depends on no number of ranks, so that all ranks round alike.
     """
-    if quantization not in ("w8a8", "w4a8") or divided % UNCUT:
+    if quantization not in UNCUT or divided % UNCUT[quantization]:
         return 0
     # Small groups cost more. Eight ranks have whole groups of 128 if K is a multiple of 1024.
     large, small = ROW_GROUPS
-    return large if quantization == "w8a8" and divided % (8 * large) == 0 else small
+    return large if quantization in ("w8a8", "int8") and divided % (8 * large) == 0 else small
 
 
 def _grouped(weight: Tensor, group: int) -> tuple[Tensor, int]:

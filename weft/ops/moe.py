@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.ops import moe_table, tiled, torch_ops
-from weft.ops.coded import Codes, to_fp8, to_int4, to_w4a8
+from weft.ops.coded import Codes, to_exact_int4, to_fp8, to_int4, to_w4a8
 from weft.ops.registry import Implementation, register
 from weft.ops.routing import Rule, route
 from weft.ops.stacks import Unstacked
@@ -77,7 +77,7 @@ class Routed:
     shared_down_largest: Tensor | None = None
     """Largest magnitude of each row of the whole ``shared_down``, wide [hidden, 1]."""
     inner_group: int = 64
-    """``coded.row_group`` of the input rows of ``down``; 0: w8a8 and w4a8 do not round these rows."""
+    """``coded.row_group`` of the input rows of ``down``; 0: these rows are not rounded."""
     shared_inner_group: int = 64
     """The same for the input rows of ``shared_down``."""
     dtype: torch.dtype | None = None
@@ -385,17 +385,25 @@ def rounded(
 
 
 def in_int4(weights: Routed) -> Routed:
-    """Return the weights with plain matrices rounded by ``coded.to_int4``."""
-    return rounded(weights, to_int4)
+    """Return the weights with plain matrices rounded by ``coded.to_int4``.
+
+    Rows of x stay as they are (``to_exact_int4``) unless the matrices have 16 bits, and in the down matrices
+    also if their rows are not rounded.
+    """
+    if weights.down.dtype != torch.bfloat16:
+        return rounded(weights, to_exact_int4)
+    inner = to_int4 if weights.inner_group else to_exact_int4
+    shared = to_int4 if weights.shared_inner_group else to_exact_int4
+    return rounded(weights, to_int4, inner, shared)
 
 
 def in_w4a8(weights: Routed) -> Routed:
     """Return the weights with plain matrices rounded by ``coded.to_w4a8``.
 
-    The down matrices use ``to_int4`` if their rows are not rounded.
+    The down matrices use ``to_exact_int4`` if their rows are not rounded.
     """
-    inner = to_w4a8 if weights.inner_group else to_int4
-    shared = to_w4a8 if weights.shared_inner_group else to_int4
+    inner = to_w4a8 if weights.inner_group else to_exact_int4
+    shared = to_w4a8 if weights.shared_inner_group else to_exact_int4
     return rounded(weights, to_w4a8, inner, shared)
 
 

@@ -16,7 +16,17 @@ from typing import Any
 import torch
 
 from weft.ops import fixed_shapes, torch_ops
-from weft.ops.coded import GROUPED, ROW_GROUPS, Codes, MixedCodes, to_fp8, to_int4, to_w4a8
+from weft.ops.coded import (
+    GROUPED,
+    INT8_DIVIDED,
+    ROW_GROUPS,
+    Codes,
+    MixedCodes,
+    to_exact_int4,
+    to_fp8,
+    to_int4,
+    to_w4a8,
+)
 from weft.ops.fixed_shapes import aligned, row_tiles
 from weft.ops.registry import Implementation, register
 from weft.ops.torch_ops import Int8Weight, to_int8, to_w8a8, wide
@@ -106,6 +116,8 @@ _table: list[tuple[str, Callable[..., Any], Callable[..., Any] | None]] = [
     ("gated_linear_fp8", gated_linear, to_fp8),
     ("gated", gated, None),
     *((f"linear_w8a8-{group}", linear_int8, partial(to_w8a8, group=group)) for group in ROW_GROUPS),
+    *((f"linear_{kind}", linear_int8, to_int8) for kind in INT8_DIVIDED),
+    ("linear_int4-exact", linear, to_exact_int4),
 ]
 for _name, _op, _pack in _table:
     register(

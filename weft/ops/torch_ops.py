@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from weft.ops.coded import (
+    INT8_DIVIDED,
     ROW_GROUPS,
     Codes,
     MixedCodes,
     dequantize,
     quotient,
     rows_at_once,
+    to_exact_int4,
     to_fp8,
     to_int4,
     to_w4a8,
@@ -172,11 +174,11 @@ def linear(
 
     Each call dequantizes codes. ``product`` multiplies plain matrices.
     """
-    if isinstance(weight, Codes) and weight.rounds_rows:
+    if isinstance(weight, Codes) and weight.row_bits == 8:
         # Rows of x become codes * steps, so the product is one of plain rows in a wide dtype.
         codes, steps = rounded_rows(x, weight.group)
         added = None if bias is None else bias.to(codes.dtype)
-        plain_rows = replace(weight, rounds_rows=False)
+        plain_rows = replace(weight, row_bits=None)
         return linear((codes * steps)[:, : x.shape[1]], plain_rows, added, product).to(x.dtype)
     rows = max(1, SLICE // max(1, x.shape[-1]))
     if not isinstance(weight, Codes) or len(weight) <= rows:
@@ -261,7 +263,10 @@ def rounded_rows(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def to_int8_codes(weight: Tensor, largest: Tensor | None = None) -> Codes:
-    """Round weight like ``to_int8`` and return codes with one group per row."""
+    """Round weight like ``to_int8`` and return codes with one group per row.
+
+    Rows of x may be rounded to 16 bits if ``weight`` has 16 bits.
+    """
     made, inputs = to_int8(weight, largest), weight.shape[1]
     return Codes(
         numbers="int8",
@@ -269,6 +274,7 @@ def to_int8_codes(weight: Tensor, largest: Tensor | None = None) -> Codes:
         inputs=inputs,
         group=inputs + inputs % 2,
         scales=made.scales.float(),
+        row_bits=16 if weight.dtype == torch.bfloat16 else None,
     )
 
 
@@ -316,6 +322,12 @@ for _name, _rounding in (("int8", to_int8), ("w8a8", to_w8a8)):
 for _group in ROW_GROUPS:
     _grouping = partial(to_w8a8, group=_group)
     register(f"linear_w8a8-{_group}", Implementation(name="torch", run=linear_int8, pack=_grouping))
+for _kind in INT8_DIVIDED:
+    register(f"linear_{_kind}", Implementation(name="torch", run=linear_int8, pack=to_int8))
+register(
+    "linear_int4-exact",
+    Implementation(name="torch", run=linear, pack=to_exact_int4, pack_codes=as_they_are),
+)
 register("gated", Implementation(name="torch", run=gated))
 # Every output element depends on its own row alone, in one fixed order of computation.
 for _op in (embedding, coded_embedding, sigmoid_gate):

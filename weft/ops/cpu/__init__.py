@@ -68,7 +68,8 @@ def load() -> bool:
 def capabilities() -> tuple[str, ...]:
     """Return the instruction sets of the loaded build, e.g. ("avx2", "avx512", "avx512_bf16") or ("neon",).
 
-    Includes the parts of AMX permitted by the kernel. Empty without a loaded build.
+    Includes the parts of AMX permitted by the kernel, and "word_rows" if products may round rows of x to 16
+    bits. Empty without a loaded build.
     """
     if not load():
         return ()

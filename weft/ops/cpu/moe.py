@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from weft.ops.coded import Codes
+from weft.ops.coded import WORD_GROUP, Codes
 from weft.ops.cpu import linear
 from weft.ops.cpu.expert_products import Matrices, PackedProducts
 from weft.ops.cpu.served import ACTIVATIONS, serve
@@ -167,7 +167,7 @@ def _inner(
 
     ``group``: 0 for rows that are not rounded.
     """
-    return _matrix(weight, False, "int8" if bits == "w8a8" and not group else bits, largest, group=group)
+    return _matrix(weight, False, bits if group or bits == "plain" else "int8", largest, group=group)
 
 
 def _spec(weights: Routed) -> Any:
@@ -204,11 +204,11 @@ def _matrix(
     bits: _Bits,
     largest: Tensor | None = None,
     *,
-    group: int = 0,
+    group: int | None = None,
 ) -> _Matrix:
     """Return a matrix [rows, inputs], or a stack of matrices, packed.
 
-    ``largest``: see ``to_int8``. ``group``: see ``linear.bytes_coding``.
+    ``largest``: see ``to_int8``. ``group``: see ``linear.bytes_coding`` and ``linear.pack_int8``.
     """
     if weight is None:
         return _Matrix()
@@ -217,7 +217,12 @@ def _matrix(
     if bits == "plain":
         return _Matrix(torch.ops.weft_cpu.pack.default(weight.detach(), gated))
     each = weight.detach() if weight.dim() == 3 else weight.detach().unsqueeze(0)
-    rounds = bits == "w8a8"
+    coding = (
+        linear.bytes_coding(group or 0)
+        if bits == "w8a8"
+        else linear.int8_coding(each, WORD_GROUP if group is None else group)
+    )
+    rounds = coding is not None
     # Packing zero rows gives the shape of a block in this layout.
     none, _ = linear.int8_blocks(each.new_zeros(0, each.shape[2]), gated=gated, rounds_rows=rounds)
     packed = _of_blocks(len(each), each.shape[1], none.shape[1:], gated)
@@ -226,18 +231,18 @@ def _matrix(
     for place, (matrix, most) in enumerate(zip(each, of_rows, strict=True)):
         made = linear.int8_blocks(matrix, gated=gated, largest=most, rounds_rows=rounds)
         packed[place], scales[place] = made
-    return _Matrix(packed, scales, linear.bytes_coding(group) if rounds else None)
+    return _Matrix(packed, scales, coding)
 
 
 def _coded(codes: Codes | Unstacked, gated: bool) -> _Matrix:
     """Return codes packed. An ``Unstacked`` stack is emptied, matrix by matrix."""
     if isinstance(codes, Codes) and codes.values.dim() == 2:
         data, only = linear.code_blocks(codes, gated=gated)
-        return _Matrix(data, _floats(codes.factors), only)
+        return _Matrix(data, linear.row_factors(codes), only)
     # A rank without experts: no block, but the coding must be valid.
     if isinstance(codes, Codes) and not len(codes):
         none = torch.empty(0, 0, 0, dtype=torch.uint8)
-        return _Matrix(none, _floats(codes.factors), linear.coded.storable(codes).coding)
+        return _Matrix(none, linear.row_factors(codes), linear.coded.storable(linear.stored(codes)).coding)
     factors = list[Tensor | None]()
     coding: Coding | None = None
     packed: Tensor | None = None
@@ -247,7 +252,7 @@ def _coded(codes: Codes | Unstacked, gated: bool) -> _Matrix:
             none, coding = linear.code_blocks(one[:0], gated=gated)
             packed = _of_blocks(len(codes), len(one), none.shape[1:], gated)
         packed[place], _ = linear.code_blocks(one, gated=gated)
-        factors.append(_floats(one.factors))
+        factors.append(linear.row_factors(one))
     kept = [each for each in factors if each is not None]
     assert packed is not None
     return _Matrix(packed, torch.stack(kept) if kept else None, coding)
@@ -261,10 +266,6 @@ def _of_blocks(count: int, rows: int, block: Sequence[int], gated: bool) -> Tens
     blocks = -(-(rows // 2) // (_BLOCK // 2)) if gated else -(-rows // _BLOCK)
     made: Tensor = torch.ops.weft_cpu.weight_bytes.default([count, blocks, *block])
     return made
-
-
-def _floats(factors: Tensor | None) -> Tensor | None:
-    return None if factors is None else factors.float()
 
 
 def _router(weights: Routed) -> tuple[Tensor, Tensor | None]:

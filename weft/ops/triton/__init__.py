@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from weft.common.errors import ConfigError
-from weft.ops.coded import ROW_GROUPS
+from weft.ops.coded import INT8_DIVIDED, ROW_GROUPS
 from weft.ops.registry import Implementation, register
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -88,8 +88,8 @@ def takes_fp8() -> bool:
 
 
 _ROUNDED = {
-    **dict.fromkeys(("int8", "w8a8", *(f"w8a8-{group}" for group in ROW_GROUPS)), "int8"),
-    **{"int4": "int4", "w4a8": "int4", "fp8": "fp8"},
+    **dict.fromkeys(("int8", *INT8_DIVIDED, "w8a8", *(f"w8a8-{group}" for group in ROW_GROUPS)), "int8"),
+    **{"int4": "int4", "int4-exact": "int4", "w4a8": "int4", "fp8": "fp8"},
 }
 """Form of weights that are rounded at load time -> the form that kernels read. Kernels round no rows of x."""
 

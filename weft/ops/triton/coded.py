@@ -218,7 +218,7 @@ def _packed(codes: Codes) -> Codes:
         zeros=None if codes.zeros is None else codes.zeros.contiguous(),
         factors=None if codes.factors is None else codes.factors.float().contiguous(),
         mapped=None,
-        rounds_rows=False,  # kernels do not round rows
+        row_bits=None,  # kernels do not round rows
     )
 
 

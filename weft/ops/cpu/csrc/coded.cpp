@@ -902,6 +902,11 @@ void coded_as_bf16(const Coding& coding, const uint8_t* w, int64_t inputs, int64
 }
 
 void coded_column(const Coding& coding, const uint8_t* w, int64_t inputs, int column, float* to) {
+  if (coding.of_bytes()) {
+    for (int64_t k = 0; k < inputs; ++k)
+      to[k] = float(w[(k / kByteDepth * kBlock + column) * kByteDepth + k % kByteDepth] - 128);
+    return;
+  }
   static thread_local std::vector<float> floats;
   floats.resize(size_t((coding.group + 2) * kBlock));
   for (int64_t k = 0; k < inputs; k += coding.group) {

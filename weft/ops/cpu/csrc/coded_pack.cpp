@@ -353,7 +353,7 @@ Tensor embedding_coded(const Tensor& ids, const Tensor& packed, int64_t rows, in
                        const std::optional<Tensor>& factors, const Coding& coding, Dtype type) {
   WEFT_CHECK(ids.dtype() == Dtype::i64 && ids.dim() == 1, "ids must be int64 [T]");
   WEFT_CHECK(type == Dtype::bf16 || type == Dtype::f32, "rows are bfloat16 or float32");
-  WEFT_CHECK(coding && !coding.rounds_rows() && packed.dtype() == Dtype::u8 && packed.is_contiguous() &&
+  WEFT_CHECK(coding && !coding.of_nibbles() && packed.dtype() == Dtype::u8 && packed.is_contiguous() &&
                  packed.dim() == 2 && packed.size(0) == divide_up(rows, kBlock) &&
                  packed.size(1) == coding.offset(inputs),
              "the packed table is of another shape");
