@@ -11,8 +11,8 @@ a graph reads one external column, at a fixed address:
                read before the next replay
 
 The stream orders everything: a replay follows the sampling of the previous step. Graphs are captured at start
-for buckets of rows and of context; both bound the launch grids. ``weft/runner/graphs/mixed.py`` captures small
-steps with prompts. Other steps are launched op by op.
+for buckets of rows and of context; both bound the launch grids. ``weft/runner/graphs/mixed.py`` captures
+small steps with prompts. Other steps are launched op by op.
 
 With NCCL collectives, a graph holds the communicator of one epoch. All ranks capture such a graph in the same
 step, when a step first needs the graph. The graph is dropped with the epoch, before the communicator ends.
