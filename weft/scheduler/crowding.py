@@ -82,7 +82,7 @@ def _victim_of_larger_share(state: SchedulerState, sequence: Sequence) -> Sequen
 
 
 def _victim_of_longer_turn(state: SchedulerState, sequence: Sequence) -> Sequence | None:
-    """Return the last sequence, in scheduling order, with ``TURN`` output tokens since its admission; or None.
+    """Return the last sequence, in scheduling order, that produced ``TURN`` tokens since admission; or None.
 
     Short and urgent requests thus get slots while long requests have all slots. For a newcomer: a sequence of
     a lower priority, or of the same priority from a share with more running sequences. Parallel samples
