@@ -638,7 +638,7 @@ def test_requests_beyond_the_slots_queue_and_all_finish() -> None:
 
 
 class StuckMesh(Mesh):
-    """Of which the second epoch does not form, until it is aborted."""
+    """A mesh whose second epoch does not form before an abort."""
 
     stuck = threading.Event()
     freed = threading.Event()

@@ -55,7 +55,7 @@ def status(raw: socket.socket) -> int:
 
 
 def ended(connections: list[socket.socket]) -> list[socket.socket]:
-    """Those on which an answer waits, or that were closed."""
+    """Return the connections with an answer to read, and the closed connections."""
     return select.select(connections, [], [], 0)[0]
 
 
@@ -124,7 +124,7 @@ def test_a_body_must_make_progress(start_fake: Any) -> None:
 
 @pytest.mark.requirement("F3")
 def test_the_memory_of_bodies_is_bounded(start_fake: Any) -> None:
-    """Of uploads that stall, the first end when it is full; small requests and moving uploads are served."""
+    """If the memory is full, the first stalled uploads end. Small requests and moving uploads are served."""
     limit, memory = 1 << 20, 8 << 20
     server = start_fake(max_request_bytes=limit, constants={**PATIENT, "weft.front.http.body.MEMORY": memory})
     fits = memory // (limit * 3 // 4)

@@ -70,8 +70,8 @@ AT_IMPORT = (
 )  # fmt: skip
 """Variables that a process may read as it begins: a copy has those of the first nursery, or there is none."""
 FREE = ("PYTHONPATH", "GOMP_SPINCOUNT", "TORCHINDUCTOR_", "TORCH_NCCL_", "WEFT_API_KEY", "WEFT_ADMIN_KEY")
-"""Of these, those that make no difference: the root is in the path, one thread has none to wait for, and
-there is no GPU.
+"""Variables among ``AT_IMPORT`` without an effect on a copy: the root is in the path, one thread waits for no
+other, and there is no GPU.
 """
 MOST = 1 << 18
 HIGH = 700
