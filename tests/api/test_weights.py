@@ -181,7 +181,7 @@ def test_scoring_equals_rollouts_over_20_updates() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_sleep_keeps_the_tokens(form: dict[str, Any]) -> None:
-    """Of level 2 before any update, and after updates: of some tensors, of all, and of some again."""
+    """Sleeps of level 2: before any update, and after updates of some tensors, of all, and of some again."""
     old = read_tensors(BASE)
     layer = {name: tensor for name, tensor in changed(old, 2).items() if ".layers.1.self_attn." in name}
     with LLM("spool-text", **SETTINGS | form) as llm:

@@ -34,7 +34,7 @@ from weft.types.plan import MoveMedia
 OTHER = {"same": BLOCK, "larger": 2 * BLOCK, "smaller": BLOCK // 2}
 """Block size of the decode group."""
 MOST_IMAGES = 4
-"""Of a prompt: who takes their embeddings has room for all of them."""
+"""Maximum images of a prompt. A receiver of embeddings has space for all images of a prompt."""
 
 
 @dataclass

@@ -45,7 +45,7 @@ RANKS = {"ranks": [(1, 1), (2, 1), (1, 2)]}
 
 
 ENCODERS: dict[str, list[Any]] = {"encoders": [0, 1, 2]}
-"""Of families whose prompts have images: groups that encode them for the one that computes prompts."""
+"""Number of encode groups for the group that computes prompts, in families with images."""
 
 
 def of_family(family: str) -> dict[str, list[Any]]:

@@ -28,6 +28,9 @@ from weft.types.grammar import Grammar
 CLASSES = {name: one for name, one in vars(errors).items() if isinstance(one, type)}
 PACKAGES = r"(?:weft|tests|testing|training|bench|docs|scripts|examples|requirements)"
 A_PATH = re.compile(rf"`({PACKAGES}/[\w.*/-]+)(?:::(\w+))?`")
+A_PATH_WITH_BRACES = re.compile(rf"`({PACKAGES}/[\w.*/-]*\{{[\w,]+\}}[\w.*/-]*)`")
+A_DOTTED_NAME = re.compile(r"``(weft(?:\.\w+)+)``")
+ENTRY_POINTS = "weft.transports"
 A_NAME_IN_A_FILE = re.compile(rf"`([\w.]+)`\s+(?:in|of|from)\s+`({PACKAGES}/[\w/.-]+\.\w+)`")
 A_STATUS = re.compile(r"\b([45]\d\d) `([a-z_]+)`")
 
@@ -149,6 +152,51 @@ def test_files_that_the_pages_name_exist() -> None:
                 missing.append((page, path, test))
     assert count > 500
     assert missing == []
+
+
+def test_files_in_braces_exist() -> None:
+    """`{a,b}` in a path stands for several files."""
+    missing, count = [], 0
+    for page, text in pages():
+        for path in A_PATH_WITH_BRACES.findall(text):
+            before, inside, behind = re.split(r"[{}]", path, maxsplit=2)
+            for one in inside.split(","):
+                count += 1
+                if not list(ROOT.glob(f"{before}{one}{behind}".rstrip("/"))):
+                    missing.append((page, f"{before}{one}{behind}"))
+    assert count > 20
+    assert missing == []
+
+
+def test_the_map_has_every_package() -> None:
+    """A reader who begins at the architecture page reaches each package."""
+    shown = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    packages = [path.parent.name for path in (ROOT / "weft").glob("*/__init__.py")]
+    assert len(packages) > 30
+    assert [name for name in packages if f"`weft/{name}" not in shown] == []
+
+
+def test_dotted_names_in_the_code_exist() -> None:
+    """``weft.a.b.name``: the module exists, and has the name."""
+    wrong, count = [], 0
+    for file in (ROOT / "weft").rglob("*.py"):
+        for name in A_DOTTED_NAME.findall(file.read_text(encoding="utf-8")):
+            count += 1
+            if name != ENTRY_POINTS and not _exists(name.split(".")):
+                wrong.append((str(file.relative_to(ROOT)), name))
+    assert count > 100
+    assert wrong == []
+
+
+def _exists(parts: list[str]) -> bool:
+    """Return True if ``parts`` lead to a module or a package, or to a name in its text."""
+    for depth in range(len(parts), 0, -1):
+        place = ROOT.joinpath(*parts[:depth])
+        module = place.with_suffix(".py") if not place.is_dir() else place / "__init__.py"
+        if place.is_dir() or module.is_file():
+            rest = parts[depth:]
+            return not rest or re.search(rf"\b{rest[0]}\b", module.read_text(encoding="utf-8")) is not None
+    return False
 
 
 def test_names_stand_in_the_files_that_the_pages_name() -> None:

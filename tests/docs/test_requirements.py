@@ -1,4 +1,4 @@
-"""The page of requirements is as its data and the markers of tests make it, and its parts exist."""
+"""The page of requirements follows from the data and the markers of tests, and all named parts exist."""
 
 from __future__ import annotations
 

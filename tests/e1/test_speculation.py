@@ -106,8 +106,8 @@ PREEMPTED = {0, 2, 3, 6, 7, 9, 12, 13, 15}
 depth and sampling.
 """
 FEW = {0, 4, 7, 9, 11, 13}
-"""Those of them that run by default, which have each form, dtype, drafter, depth and sampling, too; the
-others are slow."""
+"""Cases that run by default. These cases have each form, dtype, drafter, depth and sampling, too. The other
+cases are slow."""
 
 
 def _marks(number: int, preempt: bool) -> list[pytest.MarkDecorator]:

@@ -1,4 +1,4 @@
-"""The head's loop over real sockets: what it answers, what it drops, what it survives."""
+"""The loop of the engine process over real sockets: answers, dropped messages, faults."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_an_unregistered_api_server_is_not_served(served: Served) -> None:
     front.send(ask(1))
     front.events(1)
     assert front.stats_when(lambda stats: stats.bad_frames > 0).running == 0
-    (refused,) = stranger.events(2)  # one that was forgotten, as it did not read, hears of it
+    (refused,) = stranger.events(2)  # a forgotten API server, which did not read, gets the refusal
     assert refused.error is not None
     assert refused.error.retryable
 
@@ -386,7 +386,7 @@ def test_heartbeats_come_while_idle_and_tell_so(served: Served) -> None:
 
 
 class Arrivals:
-    """A source that says of a sequence that what it awaited is there."""
+    """A source that reports that the input of a blocked sequence is there."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         self.sockets = [context.socket(zmq.PAIR)]
@@ -443,7 +443,7 @@ def test_a_source_wakes_the_loop_and_a_drain_waits_for_what_is_awaited(
 
 @pytest.mark.requirement("D6")
 def test_an_image_that_is_shown_no_more_is_a_sequence_given_back(served: Served) -> None:
-    """Its front has it, and sends it again; the head goes on."""
+    """The API server has the image, and sends the sequence again. The engine goes on."""
     front = served.front()
     made = SharedBytes(48)
     made.seal()

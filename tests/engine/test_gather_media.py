@@ -108,7 +108,7 @@ def logprobs(runner: Any, plan: p.StepPlan) -> np.ndarray:
 
 
 class Encoded:
-    """What a group that encodes has: embeddings in shared memory, and a rank that sends them."""
+    """An encode group: embeddings in shared memory, and a rank that sends the embeddings."""
 
     def __init__(self, models: SeeingModels, prompts: list[Seen], folder: Path) -> None:
         config = small(models)

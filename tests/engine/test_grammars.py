@@ -102,7 +102,7 @@ def check_text(number: int, text: str, finish: str | None) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> list[tuple[str, str | None]]:
-    """Of one sequence after the other, one step in flight."""
+    """Outputs of one sequence after the other, with one step in flight."""
     with LLM("spool-text", max_num_seqs=1, **COMMON) as llm:
         return ask(llm, 3)
 
@@ -283,7 +283,7 @@ def test_one_that_is_cancelled_while_it_compiles_is_forgotten(tmp_path: Path) ->
 
 
 class Client:
-    """What one request to a fleet of groups gets while they are disturbed."""
+    """One request to a fleet of groups with faults, and the output of the request."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm

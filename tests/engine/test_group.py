@@ -1,4 +1,4 @@
-"""A head and its workers: who joins, what ends an epoch and whom it names, and that the next one works."""
+"""An engine and workers: which ranks join, which events end an epoch, and that the next epoch works."""
 
 from __future__ import annotations
 
@@ -556,7 +556,7 @@ def test_masks_of_an_epoch_that_has_ended_are_dropped() -> None:
 
 
 def test_masks_that_are_lost_on_their_way_are_a_gap() -> None:
-    """The step behind them is refused by who lost them; the group forms anew, and tokens are the same."""
+    """The rank without the masks refuses the next step. The group forms anew, and tokens are the same."""
     rig = make_rig()
     constrained(rig)
     rig.step()
@@ -638,7 +638,7 @@ def test_requests_beyond_the_slots_queue_and_all_finish() -> None:
 
 
 class StuckMesh(Mesh):
-    """Of which the second epoch does not form, until it is aborted."""
+    """A mesh whose second epoch does not form before an abort."""
 
     stuck = threading.Event()
     freed = threading.Event()

@@ -123,7 +123,7 @@ def test_a_decode_group_gets_no_pixels(
 
 @pytest.mark.timeout(600)
 def test_groups_of_processes(models: SeeingModels) -> None:
-    """Frames with images from a head to its ranks, and a front that sends pixels to those who compute."""
+    """An engine sends images to its ranks. An API server sends pixels to groups that compute prompts."""
     name = "qwen3-vl"
     folder = models.folder(name)
     configs = [

@@ -55,7 +55,7 @@ def status(raw: socket.socket) -> int:
 
 
 def ended(connections: list[socket.socket]) -> list[socket.socket]:
-    """Those on which an answer waits, or that were closed."""
+    """Return the connections with an answer to read, and the closed connections."""
     return select.select(connections, [], [], 0)[0]
 
 
@@ -69,7 +69,7 @@ def ask_anew(server: Any) -> int:
 def test_uploads_that_stall_take_no_place_in_the_queue(start_fake: Any) -> None:
     server = start_fake(max_num_seqs=2, max_queued_requests=2)
     with uploads(server, 10, 100, b"{"):
-        # What these connections sent was read before this is answered: they are older.
+        # The connections are older than this request, so the server has read their bytes before the answer.
         server.wait(lambda: server.http.get("/ready").status_code == 200)
         for _ in range(8):
             assert server.complete("ab", max_tokens=2).status_code == 200
@@ -124,7 +124,7 @@ def test_a_body_must_make_progress(start_fake: Any) -> None:
 
 @pytest.mark.requirement("F3")
 def test_the_memory_of_bodies_is_bounded(start_fake: Any) -> None:
-    """Of uploads that stall, the first end when it is full; small requests and moving uploads are served."""
+    """If the memory is full, the first stalled uploads end. Small requests and moving uploads are served."""
     limit, memory = 1 << 20, 8 << 20
     server = start_fake(max_request_bytes=limit, constants={**PATIENT, "weft.front.http.body.MEMORY": memory})
     fits = memory // (limit * 3 // 4)
@@ -309,4 +309,4 @@ def test_grammars_that_take_long_hold_nobody_up(start_fake: Any) -> None:
         assert httpx.post(server.url + "/v1/completions", json=quick, timeout=deadline(20)).status_code == 200
         assert not ended(waiting), "they are still being compiled"
         for pid in (server.process.pid, *children(server.process.pid)):
-            os.kill(pid, signal.SIGKILL)  # it would compile them to their end
+            os.kill(pid, signal.SIGKILL)  # the server would finish the compiles before the end

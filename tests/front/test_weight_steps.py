@@ -269,7 +269,7 @@ def test_a_wake_up_loads_every_update_and_begins_again_after_an_error() -> None:
 
 @pytest.mark.usefixtures("start_weights")
 def test_memory_is_not_freed_after_the_wake_up() -> None:
-    """Neither by a call that waited, nor by an engine that was busy when its caller left."""
+    """A call that waited frees no memory. Nor does an engine that was busy at the end of the call."""
     engines = Engines()
 
     async def check(made: WeightUpdates) -> None:

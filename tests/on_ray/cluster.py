@@ -53,8 +53,8 @@ class RayNode:
             pytest.skip(f"no Ray node starts on this machine: {said[-1] if said else status}")
 
     def processes(self) -> list[tuple[int, str]]:
-        """Return (process id, command line) of all processes of the cluster: those that name the folder, and
-        all their descendants. A process with a title shows neither arguments nor environment."""
+        """Return (process id, command line) of all processes of the cluster: processes with the folder in the
+        command line, and all descendants. A process with a title shows neither arguments nor environment."""
         lines, parents = {}, {}
         for place in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

@@ -105,7 +105,7 @@ def merge_is_ordered(ptx: str) -> bool:
 
 
 def _resources(kernel: Any) -> dict[str, Any]:
-    """What one program takes, as the compiled binary says."""
+    """Return the resources of one program, read from the compiled binary."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()

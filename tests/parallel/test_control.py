@@ -199,7 +199,7 @@ def test_planted_faults() -> None:
 
 @pytest.mark.parametrize("connected", [False, True])
 def test_a_fault_planted_later_applies_once(connected: bool) -> None:
-    """Whether the link has carried frames before or not."""
+    """With and without earlier frames on the link."""
     wires, _ = net()
     engine, rank = wires.engine(), wires.rank(b"1")
     if connected:

@@ -1,16 +1,16 @@
-"""Processes of Weft in tests begin as copies of one that has imported everything, instead of importing anew.
+"""In tests, processes of Weft begin as copies of a process that has imported everything.
 
-``install`` has ``subprocess.Popen`` start commands ``python -m weft...`` so (and some more: ``asked``). The
-command's process is a child of the caller, with its arguments, environment, folder, descriptors, signals and
-limits, and ends as it would (``tests/cli/test_forked.py``). What differs: more modules are imported than
-the command would import, and their memory is shared. Some tests of each command start real processes
-(``real``, the marker ``real_processes``).
+``install`` makes ``subprocess.Popen`` start commands ``python -m weft...`` in this way, and some other
+commands (``asked``). The process of a command is a child of the caller, with the arguments, environment,
+folder, descriptors, signals, limits and exit of a new process (``tests/cli/test_forked.py``). Two things
+differ: more modules are imported, and memory of modules is shared. Some tests of each command start real
+processes (``real``, the marker ``real_processes``).
 
-A *nursery* is a process of one thread that does nothing but make copies of itself. Each copy becomes a
-command, and has a nursery of its own, made while it has one thread, for what it will start. ``clone(2)`` with
-CLONE_PARENT makes the copy a sibling of the nursery, so a child of who asked. Where a copy cannot be like a
-process that begins anew (an option of the interpreter, another value of a variable that is read at import),
-and elsewhere than on Linux, a real one begins.
+A *nursery* is a process of one thread that only makes copies of itself. Each copy becomes a command. Before
+the copy starts a thread, the copy makes a nursery of its own for later commands. ``clone(2)`` with
+CLONE_PARENT makes the copy a sibling of the nursery, so a child of the caller. In some cases a copy cannot be
+like a new process: an option of the interpreter, another value of a variable that is read at import, or a
+system other than Linux. Then a real process begins.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ AT_IMPORT = (
 )  # fmt: skip
 """Variables that a process may read as it begins: a copy has those of the first nursery, or there is none."""
 FREE = ("PYTHONPATH", "GOMP_SPINCOUNT", "TORCHINDUCTOR_", "TORCH_NCCL_", "WEFT_API_KEY", "WEFT_ADMIN_KEY")
-"""Of these, those that make no difference: the root is in the path, one thread has none to wait for, and
-there is no GPU.
+"""Variables among ``AT_IMPORT`` without an effect on a copy: the root is in the path, one thread waits for no
+other, and there is no GPU.
 """
 MOST = 1 << 18
 HIGH = 700
@@ -367,7 +367,7 @@ def _run(words: list[str]) -> None:
     sys.argv = [named if option != "-c" else "-c", *rest]
     sys.path[0] = {"-m": os.getcwd(), "-c": ""}.get(option, str(Path(named).parent))
     if option == "-m":
-        sys.modules.pop(named, None)  # it runs as __main__; who imports it gets another one
+        sys.modules.pop(named, None)  # the module runs as __main__; an import gets another copy
         runpy._run_module_as_main(named)  # type: ignore[attr-defined]
     elif option == "-c":
         exec(compile(named, "<string>", "exec"), main.__dict__)

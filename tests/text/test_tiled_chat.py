@@ -38,7 +38,7 @@ SIZES = [(30, 50), (24, 24), (61, 13), (1, 100)]
 
 
 def write_folder(folder: Path, name: str) -> None:
-    """Write a model in float64 whose ids are those of its tokenizer, and its template."""
+    """Write a model in float64 with the token ids of the written tokenizer, and a template."""
     write_tokenizer(folder, 400, 512)
     fast = Fast.from_file(str(folder / "tokenizer.json"))
     special = [*dict.fromkeys((*KINDS[name], *SEPARATORS)), "<turn>"]

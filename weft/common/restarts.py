@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 MOST_LOSSES = 3
-"""Maximum engines or groups that may fail while computing one sequence. The sequence may be the cause."""
+"""Limit of losses during one sequence, because the sequence may be the cause. A scheduler ends the sequence
+at the third loss of the group in a row without a new token. A fleet permits three losses of engines."""
 
 
 class RestartBudget:

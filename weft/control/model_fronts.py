@@ -256,7 +256,7 @@ class SharedTable(m.ModelTable):
     def _noted(self, actions: list[m.Action]) -> list[SharedAction]:
         """Note refusals, which the record carries. Return the actions for the owner of the processes."""
         for one in actions:
-            # A request that waits since an earlier refusal fails when its member sees that refusal.
+            # If no member with waiting requests has seen the last refusal, the last refusal fails these, too.
             if isinstance(one, m.Refuse) and self._refusal_seen(one.name):
                 number = self._refusals[one.name][0] + 1 if one.name in self._refusals else 1
                 self._refusals[one.name] = number, one.error.info()

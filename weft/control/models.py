@@ -7,8 +7,8 @@
 A request for a model that is not up waits. Waiting models load in the order of their first request, within
 the budget. To make room, models that nobody uses are unloaded first. A model in use drains: new requests for
 the model wait, running requests end by themselves, and then the model is unloaded. So an unload ends no
-stream. A model in use drains only ``HYSTERESIS_S`` seconds after its load. Until then all its requests are
-served, and two models that alternate are served in batches.
+stream. A model in use drains at the earliest ``HYSTERESIS_S`` seconds after its load. So two models that
+alternate are served in batches.
 
 Lines of batches are background work. The table treats a model that only lines use as unused:
 

@@ -1,1 +1,1 @@
-"""API server: HTTP in OpenAI's protocol for clients, typed messages to the engine processes. No torch."""
+"""API server: HTTP in the forms of OpenAI, Anthropic and Ollama, typed messages to engines. No torch."""

@@ -1,7 +1,7 @@
 """Contents of a GGUF file: metadata, and memory-mapped tensors.
 
 ``header`` reads the file; the package ``gguf`` knows the tensor types. The package's own reader is 35 times
-slower, because that reader makes several objects for each vocabulary entry. It also trusts all counts.
+slower, because that reader makes several objects for each vocabulary entry, and it trusts all counts.
 
 Source: the GGUF specification (ggml-org/ggml, docs/gguf.md).
 """

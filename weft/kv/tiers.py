@@ -4,7 +4,7 @@ A tier never assigns blocks to a sequence. A tier brings blocks back into the po
 block, insert the block. So a loaded block is an ordinary prefix hit, a partial load is a shorter hit, and no
 token depends on the tier.
 
-Each (KV cache group, key) is in one of four states. A block can be resident and in the store at once:
+States of a (KV cache group, key). ``disk`` stands for all levels. A block may be resident and on disk:
 
     resident ──StoreBlocks──> storing ──Copied──> disk ──Wanted──> loading ──Copied──> resident
         ^                        │ not stored       │ gone, corrupt      │ failed

@@ -298,7 +298,7 @@ class Decoder(Model):
                 total = delta = summed(delta)  # the next norm reads the same sum
                 see(layer, x, total)
             steps = block.steps(x, delta, shared, caches, wanted)
-            del x, delta  # the block alone holds the results of experts, and drops them at its first norm
+            del x, delta  # the block frees the results of experts at its first norm
             x, delta = yield from steps
             delta = _with_level(delta, step.media, layer, wanted)
             if done is not None:

@@ -190,7 +190,7 @@ class CodedType(NamedTuple):
 
     kind: str
     shape: tuple[int, ...]
-    """Of the published weight."""
+    """Shape of the published weight."""
     turned: bool
     """True if rows of codes are columns of the published weight."""
 

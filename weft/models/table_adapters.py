@@ -34,9 +34,9 @@ class HeldTables:
     """One adapter's parts in host memory, cut for this rank and padded to the rows of the layers."""
 
     rows: tuple[Tensor, Tensor] | None = None
-    """Of the embedding: A by token id [rows, rank], and B [rank, hidden] with the scale."""
+    """Parts of the embedding: A by token id [rows, rank], and B [rank, hidden] with the scale."""
     head: tuple[Tensor, Tensor] | None = None
-    """Of the head: A [rank, hidden], and B [rank, rows] with the scale."""
+    """Parts of the head: A [rank, hidden], and B [rank, rows] with the scale."""
     lengths: Tensor | None = None
     """DoRA: lengths of the rows of the head, wide [vocabulary]."""
     factors: Tensor | None = None

@@ -139,7 +139,7 @@ class GroupActor:
     def _admit(self) -> tuple[str, str] | None:
         """Return (text of the topology, secret), or None if the group must end for good."""
         with self._lock:
-            # An order to restart that comes from here on holds for the next command: its settings may be old.
+            # A later order to restart applies to the command started below, which may have old settings.
             self._again = self._signalled = False
             self._process = None
         found: tuple[str, str] | None = self._call("admit", self._group, self._attempt, self._number)

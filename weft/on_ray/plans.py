@@ -42,7 +42,7 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``weft up`` wants of the fleet."""
+    """The order of ``weft up`` to the fleet actor."""
 
     topology: str
     """Text of the topology; see ``text_for_groups``."""

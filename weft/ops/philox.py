@@ -103,6 +103,6 @@ def pick_words(lanes: Sequence[Tensor], rows: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel(words: Tensor) -> Tensor:
-    """Return g of each word, float64 in [-3.14, 22.88]."""
+    """Return g of each word, float64 in [-3.13, 22.88]."""
     uniform = words.double().add_(0.5).mul_(2.0**-32)
     return uniform.log_().neg_().log_().neg_()

@@ -1,4 +1,4 @@
-"""Which sequences run in which step: admission, chunking, preemption, finish. No torch, no I/O."""
+"""Choose the rows of each step: admission, chunking, preemption, finish. No torch, no I/O."""
 
 from weft.scheduler.scheduler import Scheduler
 

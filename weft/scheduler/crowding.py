@@ -82,7 +82,7 @@ def _victim_of_larger_share(state: SchedulerState, sequence: Sequence) -> Sequen
 
 
 def _victim_of_longer_turn(state: SchedulerState, sequence: Sequence) -> Sequence | None:
-    """Return the last sequence, in scheduling order, with at least ``TURN`` tokens since admission, or None.
+    """Return the last sequence, in scheduling order, that produced ``TURN`` tokens since admission; or None.
 
     Short and urgent requests thus get slots while long requests have all slots. For a newcomer: a sequence of
     a lower priority, or of the same priority from a share with more running sequences. Parallel samples
@@ -97,8 +97,8 @@ def _victim_of_longer_turn(state: SchedulerState, sequence: Sequence) -> Sequenc
     if share is None or not state.kv.enable_prefix_caching:
         return None
     slots, columns = state.order(), state.columns
-    had = columns.num_computed[slots] - columns.known[slots]
-    for other in state.in_slot[slots[had >= TURN][::-1]].tolist():
+    produced = columns.num_computed[slots] - columns.known[slots]  # output tokens since the admission
+    for other in state.in_slot[slots[produced >= TURN][::-1]].tolist():
         if not sequence.newcomer and other.key < sequence.key:
             return None  # all further candidates precede `sequence` as well
         if other.key[0] < sequence.key[0] or other.protected or other.yielded >= MOST_YIELDS:

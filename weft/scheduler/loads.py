@@ -126,7 +126,7 @@ class Loads:
         self._reached: dict[int, tuple[int, int]] = {}
         """Sequence not yet admitted -> (prefix before the load, prefix after the load)."""
         self._kept: dict[int, list[Sequence[bytes]]] = {}
-        """Sequence not yet admitted -> the result of ``Caches.keep`` for the prefix of its load."""
+        """Sequence not yet admitted -> the result of ``Caches.retain`` for the prefix of its load."""
         self.store = StoreState()
         self._outcomes: dict[str, int] = {}
         self._seconds = 0.0

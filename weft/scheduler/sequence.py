@@ -28,10 +28,10 @@ from weft.types.routes import Routes
 from weft.types.sampling import TokenParams
 
 PROTECT_AFTER = 2
-"""Preemptions for lack of blocks after which a sequence is admitted only with guaranteed blocks and is never
-preempted again."""
+"""Preemptions for lack of blocks after which a sequence is admitted only with guaranteed blocks. From then on
+only a batch's sequence is preempted, for a sequence of no batch."""
 TURN = 32
-"""Number of output tokens after which a newcomer may take the slot of a sequence."""
+"""Output tokens since the admission after which a waiting sequence may take the slot of a sequence."""
 MOST_YIELDS = 4
 """Maximum number of preemptions of a sequence in favor of a waiting sequence."""
 
@@ -168,7 +168,7 @@ class Sequence:
         arrival."""
         self.id, self.request, self.choice = submit.sequence, submit.request, submit.choice
         self.seed, self.salt = submit.seed, submit.salt
-        self.adapter, self.place, self.adapts_experts = submit.adapter, -1, False
+        self.adapter, self.place, self.adapts_experts = submit.adapter, -1, False  # see ``AdapterBook``
         self.client, self.payer = submit.client, submit.payer
         self.session = submit.session
         self.params: TokenParams = submit.params
@@ -234,7 +234,7 @@ class Sequence:
 
     @property
     def protected(self) -> bool:
-        """True after ``PROTECT_AFTER`` preemptions for lack of blocks: never preempted again."""
+        """True after ``PROTECT_AFTER`` preemptions for lack of blocks: see there."""
         return self.preemptions - self.yielded >= PROTECT_AFTER
 
     @property

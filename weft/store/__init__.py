@@ -1,1 +1,1 @@
-"""Files that outlive a process: the disk tier of the KV cache."""
+"""Stores of KV blocks that outlive a process (disk, object store), and files with new weights."""

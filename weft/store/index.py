@@ -111,7 +111,7 @@ class Index:
         with self._lock:
             added, gone = self._added, self._gone
             self._added, self._gone = [], []
-            # Report the state of today: a record that came and went is gone, one that came back is there.
+            # Report the present state: a record that came and went is gone, a record that returned is there.
             places = self._places
             there = [name for name in dict.fromkeys(added) if name in places]
             left = [name for name in dict.fromkeys(gone) if name not in places]

@@ -17,7 +17,7 @@ class StoreSettings:
     folder: Path
     """Root folder. The records are in a subfolder with the name of the namespace."""
     namespace: str
-    """32 hex digits, see ``weft.config.namespace``. Records of other namespaces are never read."""
+    """32 hex digits, see ``weft.store.namespace``. Records of other namespaces are never read."""
     budget: int
     """Bytes on disk of all namespaces and processes."""
     ttl: float = 7 * 86400.0

@@ -76,7 +76,8 @@ def with_images(rendered: str, rules: ImageRules | None, tokenizer: Tokenizer) -
 
 
 class Counted(Protocol):
-    """An item with its tokens: an image, a part of an image, or a frame group (``weft.media.Picture``)."""
+    """An item with its tokens (``weft.media.pictures.Picture``): an image, a part of an image or a frame
+    group."""
 
     @property
     def count(self) -> int: ...

@@ -75,7 +75,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 VERSION = 7
-"""The newest version of these messages. The constants with ``SINCE`` list the changes, also in ``handshake``
+"""The newest version of these messages. The constants ``.._SINCE`` list the changes, also in ``handshake``
 and ``versions``."""
 OLDEST = 1
 """The oldest supported version. A sender uses only the fields of the newest common version."""

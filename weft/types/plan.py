@@ -45,7 +45,7 @@ class _SlotUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_un
 
 class AllocSlot(_SlotUpdate, frozen=True, kw_only=True):
     """Give ``slot`` to a sequence, as the ``gen``-th sequence of the slot. Writes all known ids to the
-    history and sets the lengths. The slot must be free, or freed by an earlier op of the same plan."""
+    history and sets the lengths. The slot must be free, or freed by an earlier update of the same plan."""
 
     slot: int
     gen: int

@@ -39,7 +39,7 @@ def connection(sock: Any) -> PeerConnection:
 
 
 def heard(data: bytes, proven: bool = True) -> list[Got]:
-    """What the other end makes of ``data``."""
+    """Return the frames that the other end reads from ``data``."""
     near, far = socket.socketpair()
     with near, far:
         far.setblocking(False)

@@ -74,7 +74,7 @@ class DeltaInput(NamedTuple):
     segment: SegmentInput
     """T tokens; may be empty."""
     state: tuple[Tensor, ...]
-    """One ``[slots + 1, copies, *shape]`` per part of ``state_parts``."""
+    """``[slots + 1, copies, *shape]`` of each part of the state (``cache_layout.slot_tensors``)."""
     weights: DeltaWeights
     each: bool
     """True to store the state after every token; see ``DeltaBackend.run``."""

@@ -11,8 +11,8 @@ from typing import Any
 from weft.common.errors import ConfigError
 from weft.common.lfs import read_model_text
 
-#: Fields that change results, with the values without effect. Any other value in a field that the family
-# does not read is refused by name. Ignoring the field would give wrong results.
+#: Field that changes results -> values without effect. If the family does not read the field, any other value
+#: is refused by name: without the field the results would be wrong.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1, 1.0),
     "attn_logit_softcapping": (None,),

@@ -62,7 +62,7 @@ class Settings(NamedTuple):
     lost_s: float = 120.0
     """A group that does not come back within this time counts as lost."""
     extra_calms: float = 3.0
-    """A group that was added because requests missed their limits stays for this many ``calm_s``."""
+    """Least time of a group that was added because requests missed their limits, in units of ``calm_s``."""
     refused_s: float = 60.0
     """Time without a new try after a refusal of the server."""
     margin: float = 0.15

@@ -1,1 +1,1 @@
-"""Who owns which process of a server: one table, one restart policy, one registry. No torch."""
+"""The processes of a server and their owners: one table, one restart policy, one registry. No torch."""

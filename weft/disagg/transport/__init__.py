@@ -1,1 +1,1 @@
-"""Moving bytes between ranks of groups: in a process, over shared memory, over TCP."""
+"""Moving bytes between ranks of groups: in a process, over shared memory, TCP and NIXL."""

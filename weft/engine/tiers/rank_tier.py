@@ -296,7 +296,7 @@ class RankTier:
         """
         stored = sum(store.stats().records for store in self.stores)
         for kind, blocks in enumerate(self._blocks):
-            # A new pool hands out its blocks in order of their numbers.
+            # A new pool gives out blocks in order of the numbers: the first blocks are used first.
             most = min(stored, blocks)
             for first in range(1, most + 1, _PREPARED_AT_ONCE):
                 if not self._prepares:

@@ -15,8 +15,8 @@ class DirectWriter:
     """Writes chunks as ``RequestResponseCycle.send`` does, in place of the ASGI function ``send``."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        # The scope of the cycle has this object. A strong reference back would leave each request, with its
-        # connection, to the garbage collector.
+        # The scope of ``cycle`` refers to this object. With a strong reference back, only the garbage
+        # collector would free the request and the connection.
         self._cycle = weakref.proxy(cycle)
 
     @property

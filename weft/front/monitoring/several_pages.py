@@ -104,7 +104,7 @@ def page(process: Metrics, models: Iterable[Metrics]) -> bytes:
 
 
 def own(process: Metrics, models: Iterable[Metrics]) -> bytes:
-    """Return the metrics that this API server counts, without those that all API servers see."""
+    """Return the metrics that this API server counts itself, without the metrics of engines."""
     return generate_latest(_Families(_merged(_own_families(process, models))))
 
 

@@ -1,1 +1,1 @@
-"""Grammar compilation in guarded processes, and the service for engines."""
+"""Grammar compilation in guarded processes, and the cache, deadlines and threads of engines."""

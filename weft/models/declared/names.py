@@ -95,7 +95,7 @@ def spelled_as(weights: WeightMap, names: Collection[str], roles: Iterable[Role]
     ours = [name for name, placed in weights.placements.items() if not placed.parameter.startswith("vision.")]
     prefixes = {m[1] for name in ours if (m := _NAME.match(name))}
     leaves = {_NUMBER.sub("N", m[2]) for name in names if (m := _NAME.match(name)) and m[1] in prefixes}
-    # A name of the map is no further spelling: with four norms, each of their names is a role of its own.
+    # Names that the map already has are roles, not other spellings: for example each of four norms.
     other = leaves - {_NUMBER.sub("N", m[2]) for name in weights.placements if (m := _NAME.match(name))}
     changes: list[tuple[re.Pattern[str], str]] = []
     for mark, renamed in FORMS.items():

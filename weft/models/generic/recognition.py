@@ -90,7 +90,7 @@ def _activation(
     """
     try:
         results = [(x * size, module(x * size)) for size in SIZES]
-    except Exception:  # a block that needs its published sizes, or a gate with weights of its own
+    except Exception:  # the module has weights, or needs other sizes: no plain activation
         return None
     for name in torch_ops.ACTIVATIONS:
         if all(equal(made, products(given, name)) for given, made in results):

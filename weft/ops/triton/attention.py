@@ -344,7 +344,7 @@ def _attend(
             counter_ptr = counters_ptr + tl.program_id(0) * KV_HEADS + kv_head
             if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == splits - 1:
                 tl.store(counter_ptr, 0)
-                # Names of their own: a name keeps its shape across a branch.
+                # New names, because in Triton a name must have one shape before and in a branch.
                 heads = kv_head * GROUP + tl.arange(0, GROUP_P2)
                 there = tl.arange(0, GROUP_P2) < tl.where(count > 0, GROUP, 0)
                 of = token.to(tl.int64) * HEADS + heads

@@ -558,7 +558,7 @@ def _finish(
 
 
 class _Scratch(NamedTuple):
-    """What the kernels of one draw hand to each other: [rows, blocks] or [rows]."""
+    """Intermediate results between the kernels of one draw: [rows, blocks] or [rows]."""
 
     tops: Tensor
     top_ids: Tensor

@@ -212,7 +212,7 @@ class StagingBuffer:
         if event is not None:
             wait_until(lambda: event.query(), deadline, "a staging copy did not finish in time")
 
-    @torch.inference_mode()  # a buffer that grew was allocated in this mode: no other mode may write
+    @torch.inference_mode()  # a buffer that grew is a tensor of inference mode: writes need the mode
     def poison(self) -> None:
         """Overwrite the buffer on host and device, so that any later use is noticed."""
         self._host.fill_(POISON)

@@ -1,1 +1,1 @@
-"""Captured decode steps: CUDA graphs, and programs on a CPU."""
+"""Captured steps and towers: CUDA graphs, and programs on a CPU."""

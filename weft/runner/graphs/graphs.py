@@ -5,14 +5,14 @@ ids, positions, block tables and cache writes are derived on the device. Rows wi
 a graph reads one external column, at a fixed address:
 
     columns    slots [most rows], filled before each replay; rows beyond the step's rows name the spare slot.
-               On a GPU the number behind the rows says whether the step draws its tokens. One copy per step
-               fills the slots and the step's other columns behind them
+               On a GPU the element after the last row is a flag: the step draws its tokens. One copy per
+               step fills the slots, the flag and the other columns of the step
     logits     [most tokens, vocab]; likewise hidden states, ids and positions: outputs of a replay,
                read before the next replay
 
 The stream orders everything: a replay follows the sampling of the previous step. Graphs are captured at start
-for buckets of rows and of context; both bound the launch grids. Small steps with prompts
-are captured by ``weft/runner/graphs/mixed.py``. Other steps are launched op by op.
+for buckets of rows and of context; both bound the launch grids. ``weft/runner/graphs/mixed.py`` captures
+small steps with prompts. Other steps are launched op by op.
 
 With NCCL collectives, a graph holds the communicator of one epoch. All ranks capture such a graph in the same
 step, when a step first needs the graph. The graph is dropped with the epoch, before the communicator ends.
@@ -26,7 +26,7 @@ plans of the epoch determine the computation of a step, and the order, kinds and
 between replay, capture and launch of the same calls. Captures name the memory of the epoch and end with the
 epoch.
 
-On a GPU every capture with one token per row also draws (``Key.ends``): the flag behind the slots decides
+On a GPU every capture with one token per row also draws (``Key.ends``): the flag after the slots decides
 whether the draw has an effect. So a step that cannot draw, for example with logprobs, uses the same capture.
 On a CPU captures that draw are separate.
 

@@ -191,9 +191,9 @@ class FairQueue:
     def _put(self, share: OwnerShare) -> None:
         """Insert a share into the order, at the new place, if sequences of the share wait."""
         if share.waiting:
-            _, turn, arrival = share.waiting[0].key
+            _, position, arrival = share.waiting[0].key
             running = share.running if share.invited is None else -1
-            share.place = (share.priority, running, turn, arrival)
+            share.place = (share.priority, running, position, arrival)
             insort(self._order, share, key=_place)
 
     def _take(self, share: OwnerShare, sequence: Sequence) -> None:

@@ -18,7 +18,7 @@ SHARE = 0.5
 
 class _Retained(NamedTuple):
     names: list[Sequence[bytes]]
-    """The result of ``Caches.keep``."""
+    """The result of ``Caches.retain``."""
     blocks: int
     until: float
 

@@ -14,7 +14,7 @@ from weft.config.spec import RopeSpec
 
 
 class RopeInput(msgspec.Struct, frozen=True, kw_only=True):
-    """What the reader of a row needs besides config.json."""
+    """Input of the reader of a row, beside config.json."""
 
     head_dim: int
     max_position: int
