@@ -495,7 +495,7 @@ def test_the_real_library_loads(extension: None) -> None:
 
 def test_what_a_cpu_can_run_is_told_and_never_raises(extension: None) -> None:
     # On AVX-512 without bf16 oneDNN rejects a kernel with an exception; engines must start there too.
-    assert set(cpu.capabilities()) <= {"avx2", "avx512", "avx512_bf16", "amx_bf16", "brgemm"}
+    assert set(cpu.capabilities()) <= {"avx2", "avx512", "avx512_bf16", "word_rows", "amx_bf16", "brgemm"}
 
 
 def torch_namespace_has(name: str) -> bool:
