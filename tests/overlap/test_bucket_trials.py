@@ -115,9 +115,9 @@ def test_each_bucket_has_a_choice(caplog: pytest.LogCaptureFixture, monkeypatch:
     }
     assert [record.getMessage() for record in caplog.records] == [
         "overlap: decode steps of up to 4 rows of 1 tokens, 2048 positions are computed whole "
-        "(medians: 1.000 ms whole, 2.000 ms in two)",
+        "(medians: 1.000 ms whole, 2.000 ms in micro-batches)",
         "overlap: decode steps of up to 16 rows of 1 tokens, 2048 positions are computed in micro-batches "
-        "(medians: 2.000 ms whole, 1.000 ms in two)",
+        "(medians: 2.000 ms whole, 1.000 ms in micro-batches)",
     ]
 
 

@@ -36,6 +36,8 @@ def test_the_faster_replay_is_chosen(chosen: bool, folder_of: Any, monkeypatch: 
     (choice,) = core.overlap.choices.values()
     assert choice.micro_batches == chosen
     one, two = choice.whole_seconds, choice.micro_batch_seconds
+    assert one is not None
+    assert two is not None
     assert {round(one, 9), round(two, 9)} == {round(count, 9) for count in counts}
     assert counts[-1] == pytest.approx(min(one, two)), "the last replay has the faster form"
     assert core.overlap.steps > (8 if chosen else 2)

@@ -281,6 +281,7 @@ class EngineCore(EngineLoop[StepHandle]):
             overlapped_steps=self.overlap.steps,
             communication_seconds=self.overlap.communication,
             communication_hidden_seconds=self.overlap.hidden,
+            overlap_choices=tuple(one.message(bucket) for bucket, one in self.overlap.choices.items()),
         )
 
     def flush(self, command: FlushTier) -> None:

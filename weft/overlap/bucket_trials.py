@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
+from weft.types.messages import OverlapChoice
+
 SETTLED = 16
 """Whole steps of a bucket before the first step in micro-batches. Rare buckets therefore have no trial."""
 TIMES = 8
@@ -40,25 +42,41 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Result of a trial, with the median times in seconds. A form without times has infinity."""
+    """Result of a trial, with the median times in seconds; None for a form without times."""
 
     micro_batches: bool
-    whole_seconds: float
-    micro_batch_seconds: float
+    whole_seconds: float | None
+    micro_batch_seconds: float | None
 
     def describe(self, bucket: Bucket) -> str:
         """Return a log line."""
         size = f"{bucket.rows} rows of {bucket.each} tokens, {bucket.context} positions"
         form = "in micro-batches" if self.micro_batches else "whole"
-        times = f"{self.whole_seconds * 1e3:.3f} ms whole, {self.micro_batch_seconds * 1e3:.3f} ms in two"
+        times = f"{_text(self.whole_seconds)} whole, {_text(self.micro_batch_seconds)} in micro-batches"
         return f"overlap: decode steps of up to {size} are computed {form} (medians: {times})"
+
+    def message(self, bucket: Bucket) -> OverlapChoice:
+        """Return the choice as a part of ``EngineStats``."""
+        return OverlapChoice(
+            rows=bucket.rows,
+            each=bucket.each,
+            context=bucket.context,
+            micro_batches=self.micro_batches,
+            whole_seconds=self.whole_seconds,
+            micro_batch_seconds=self.micro_batch_seconds,
+        )
+
+
+def _text(seconds: float | None) -> str:
+    return "not measured" if seconds is None else f"{seconds * 1e3:.3f} ms"
 
 
 def choose(whole: Sequence[float], micro_batches: Sequence[float]) -> Choice:
     """Return the choice for times of both forms, in seconds. Micro-batches must be faster by a margin
     (``FASTER``)."""
-    one, two = (median(times) if times else float("inf") for times in (whole, micro_batches))
-    return Choice(micro_batches=two < FASTER * one, whole_seconds=one, micro_batch_seconds=two)
+    one, two = (median(times) if times else None for times in (whole, micro_batches))
+    faster = one is not None and two is not None and two < FASTER * one
+    return Choice(micro_batches=faster, whole_seconds=one, micro_batch_seconds=two)
 
 
 def _latest() -> deque[float]:
