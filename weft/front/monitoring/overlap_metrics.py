@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from weft.types.messages import EngineStats
 
-NAME = "overlap_step_seconds"
-TEXT = (
+GAUGE = (
+    "overlap_step_seconds",
     "Median seconds of captured decode steps on the device. Bucket: rows x tokens per row @ positions. Form: "
-    "whole or micro-batches. Chosen: yes for the form of later steps."
+    "whole or micro-batches. Chosen: yes for the form of later steps.",
 )
+"""Name and help."""
 LABELS = ("head", "bucket", "form", "chosen")
 
 

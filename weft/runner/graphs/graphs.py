@@ -61,7 +61,7 @@ from weft.parallel.launcher import Launcher
 from weft.runner.batch.batch import BatchBuilder, StepRows
 from weft.runner.batch.staging import StagingBuffer, even, most_each
 from weft.runner.graphs.programs import CannotCapture
-from weft.runner.graphs.timing import Timing
+from weft.runner.graphs.timing import Timing, Timings
 from weft.runner.result import Drawn
 from weft.runner.sampling.sampler import End
 from weft.runner.slot_state import SlotState
@@ -232,6 +232,11 @@ class GraphOptions:
 class DecodeGraphs:
     """Captured decode steps of one runner. Used from the thread of the runner only."""
 
+    works: bool
+    """False after a failed capture: nothing more is captured."""
+    splits: bool
+    """False if steps in micro-batches are not captured, or after such a capture has failed."""
+
     def __init__(
         self,
         model: Model,
@@ -262,8 +267,7 @@ class DecodeGraphs:
         self._model, self._cache, self._backends, self._builder = model, cache, backends, builder
         self._rows, self._drafted, self._each = _buckets(options)
         self._launcher = launcher or Launcher()
-        self._contexts = context_buckets(max_len)
-        self._options = options
+        self._options, self._contexts = options, context_buckets(max_len)
         most = self._rows[-1]
         device = model.device
         self._spare = state.spare
@@ -289,12 +293,8 @@ class DecodeGraphs:
         kept = MOST_KEPT if device.type == "cpu" else sys.maxsize
         self._replays: Recent[Key, Callable[[], None]] = Recent(kept)
         self._seen: dict[Key, int] = {}
-        self._timed: dict[Key, int] = {}
-        """Number of measured replays."""
-        self.works = True
-        """False after a failed capture: nothing more is captured."""
-        self.splits = options.micro_batches
-        """False if steps in micro-batches are not captured, or after such a capture has failed."""
+        self._timings: Timings[Key] = Timings(options.timing, MOST)
+        self.works, self.splits = True, options.micro_batches
         if not options.lazy:
             self._capture(options)
 
@@ -480,12 +480,11 @@ class DecodeGraphs:
         # Every branch below launches the same calls in the same order, so ranks may take different branches.
         timing = None
         if key in self._replays:
-            timing = self._timing(key)
-            if timing is None:
-                self.replay(key)
-            else:
+            timing = self._timings.make(key)
+            if timing is not None:
                 timing.begin()
-                self.replay(key)
+            self.replay(key)
+            if timing is not None:
                 timing.end()
         elif self.works and (self.splits or key.micro_batches == 1) and self._model.mesh.launcher.direct:
             self.uncaptured = True
@@ -498,14 +497,6 @@ class DecodeGraphs:
             return StepRows(**self._builder.decode_rows(plan, staged, ids, positions))
 
         return Replayed(logits, sampled_rows, Drawn(drawn) if draws else None, timing)
-
-    def _timing(self, key: Key) -> Timing | None:
-        """Return the measurement of a replay of ``key``; None without measurements, and after as many as a
-        trial needs."""
-        if self._options.timing is None or (timed := self._timed.get(key, 0)) >= MOST:
-            return None
-        self._timed[key] = timed + 1
-        return self._options.timing()
 
     def _write(self, on_host: np.ndarray, slots: np.ndarray, rows: int) -> None:
         """Write ``slots``, padded with the spare slot to ``rows`` rows. Does nothing if ``slots`` is the
@@ -535,7 +526,7 @@ class DecodeGraphs:
         if self._options.lazy:
             self._replays.clear()
             self._seen.clear()
-            self._timed.clear()
+            self._timings.clear()
 
     def _capture_now(self, key: Key) -> None:
         """Capture a step while computing the step. If capture is impossible, log once and capture nothing
