@@ -41,6 +41,7 @@ class Device:
         self.replayed: list[int] = []
         """Number of collectives of each replay."""
         self.least = 1 << 30
+        self.captures = 0
 
     def launched(self) -> None:
         self.collectives += 1
@@ -52,6 +53,8 @@ class Device:
         self.least = min(self.least, count)
         if self.fails and count > self.least:
             raise CannotCapture("no memory for two")
+
+        self.captures += 1
 
         def replay() -> None:
             run()
@@ -98,8 +101,9 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def submits() -> list[list[Submit]]:
-    greedy = TokenParams(temperature=0.0, max_tokens=24)
-    drawn = TokenParams(temperature=0.9, top_k=20, max_tokens=24)
+    """Return requests with steps in two buckets, of four rows and then of two."""
+    greedy = TokenParams(temperature=0.0, max_tokens=32)
+    drawn = TokenParams(temperature=0.9, top_k=20, max_tokens=14)
     return [[submit(1 + i, PROMPTS[i], (greedy, drawn)[i % 2], request=i) for i in range(4)]]
 
 
@@ -139,6 +143,7 @@ def test_ranks_with_different_times_take_one_form_and_give_equal_tokens(
     assert forms[0] == forms[1]
     assert devices[0].replayed == devices[1].replayed
     choices = ran[0].extra.choices
+    assert [bucket.rows for bucket in choices] == [4, 2]
     assert {choice.micro_batches for choice in choices.values()} == {signs[0] == -1}
     longer = [count > devices[0].least for count in devices[0].replayed]
     assert set(longer[-3:]) == {signs[0] == -1}, "the chosen form is replayed"
@@ -159,6 +164,7 @@ def test_a_failed_capture_of_micro_batches_leaves_whole_steps_captured(
     assert all("decode steps in micro-batches are not captured" in text for text in warnings)
     assert all(count == devices[rank].least for count in devices[rank].replayed)
     assert len(devices[rank].replayed) > 10
+    assert devices[rank].captures == 2, "steps of two rows are captured after the failure"
     assert ran[0].plans[-1].micro_batches == 1
     if rank == 0:
         assert sum(plan.micro_batches > 1 for plan in ran[0].plans) <= 2
