@@ -91,7 +91,14 @@ def metric_help() -> dict[str, str]:
     name, in a dict (``name: (help, ...)``), in a tuple (``(name, help, ...)``) or in a call
     (``gauge(name, help, ...)``). A constant of the module may stand for the string.
     """
-    names = ("metrics", "transport_metrics", "front_tables", "adapter_metrics", "tier_metrics")
+    names = (
+        "metrics",
+        "transport_metrics",
+        "front_tables",
+        "adapter_metrics",
+        "tier_metrics",
+        "overlap_metrics",
+    )
     sources = (ROOT / "weft/front/monitoring" / f"{name}.py" for name in names)
     tree = ast.parse("\n".join(source.read_text(encoding="utf-8") for source in sources))
     constants = {

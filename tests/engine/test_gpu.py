@@ -22,6 +22,7 @@ from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
 from weft.engine.group import GroupExecutor
+from weft.overlap import bucket_trials
 from weft.runner.graphs.graphs import DecodeGraphs, Key
 from weft.types.messages import Submit
 
@@ -166,6 +167,23 @@ def test_two_gpus_over_nccl_answer_as_one(
         assert captured is not None
         assert captured.replayed > 0
         assert any(key[3] == 2 for key in keys) == (overlap == "all")
+
+
+@needs_two
+def test_two_gpus_time_both_forms_of_decode_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are the same in both forms, and each ended trial has plausible times."""
+    monkeypatch.setattr(bucket_trials, "SETTLED", 1)
+    monkeypatch.setattr(bucket_trials, "TIMES", 2)  # the engine's rank alone decides
+    more: dict[str, Any] = {"dtype": "float32", "deterministic": True, "tensor_parallel_size": 2}
+    whole = Run(config_of(folder, **more, overlap="off"), submits(), late=1)
+    timed = Run(config_of(folder, **more), submits(), late=1)
+    assert timed.tokens == whole.tokens
+    choices = timed.stats.overlap_choices
+    assert choices
+    for choice in choices:
+        for seconds in (choice.whole_seconds, choice.micro_batch_seconds):
+            assert seconds is not None
+            assert 1e-6 < seconds < 1.0
 
 
 @needs_two

@@ -39,9 +39,18 @@ IDLE = StepPlan(step=1)
 )
 def test_asking_before_or_without_ranks_answers_off(parallel: ParallelSection | None, mode: str) -> None:
     assert mode_of(parallel) == mode
-    assert mode_of(parallel, "cuda") == ("off" if mode == "auto" else mode)
+    assert mode_of(parallel, "cuda") == ("measured" if mode == "auto" else mode)
     assert OverlapPolicy().mode == "off"
     assert not OverlapPolicy().wants(PROMPTS)
+
+
+@pytest.mark.requirement("C12")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_replicas_that_share_experts_on_gpus_answer_off(ranks: int) -> None:
+    """Their steps in micro-batches are not captured."""
+    parallel = ParallelSection(tensor_parallel_size=ranks, data_parallel_size=2, enable_expert_parallel=True)
+    assert mode_of(parallel) == "auto"
+    assert mode_of(parallel, "cuda") == "off"
 
 
 @pytest.mark.requirement("C2")

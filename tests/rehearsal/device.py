@@ -93,6 +93,8 @@ class Capture:
     """Written shadows, with their values before the capture: a capture computes nothing."""
     own: dict[str, Piece] = field(default_factory=dict)
     """Pieces of memory made in the capture."""
+    uses: int = 0
+    """Number of captured accesses: kernels, copies and collectives."""
     checker: Checker = field(default_factory=Checker)
     """The checker for the captured streams, because captured work does not run yet."""
 
@@ -137,6 +139,10 @@ class Rehearsal(TorchDispatchMode):
         """Labels of all entries of the trace."""
         self.variants: dict[str, set[Any]] = {}
         """Kernel -> requested forms. Each form is compiled at its first use."""
+        self.device_seconds = 0.0
+        """Seconds of the replays so far."""
+        self.replay_seconds: Callable[[Capture], float] = lambda captured: 1e-3
+        """Returns the made-up time of a replay on the device."""
         self.edges: set[tuple[str, tuple[str, str], str, tuple[str, str]]] = set()
         """Waits: (stream, place of the recorded event, waiting actor, place of the wait)."""
 
@@ -157,6 +163,7 @@ class Rehearsal(TorchDispatchMode):
     def note(self, entry: Entry) -> None:
         """Add an entry to the trace, or to the trace of the open capture."""
         if self.capture is not None:
+            self.capture.uses += isinstance(entry, Use)
             self.capture.checker.take(entry)
             return
         self.checker.take(entry)

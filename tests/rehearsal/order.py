@@ -93,6 +93,12 @@ class Checker:
         else:
             self._free(entry)
 
+    def happened(self, event: Hashable) -> bool:
+        """Return True if the host knows that all work before the last record of ``event`` has ended."""
+        clock, recorded = self._clocks[HOST], self._events.get(event)
+        ended = {} if recorded is None else recorded
+        return recorded is not None and all(clock.get(actor, 0) >= tick for actor, tick in ended.items())
+
     def open_ends(self, actor: str) -> list[str]:
         """Return the streams with work that ``actor`` has not waited for."""
         clock = self._clocks.get(actor, {})

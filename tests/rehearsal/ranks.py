@@ -21,7 +21,6 @@ from weft.engine.core import EngineCore
 from weft.engine.expert_group import ExpertGroup
 from weft.engine.start import alone
 from weft.ops.triton.peers import WINDOW
-from weft.overlap.overlap_policy import OverlapPolicy
 from weft.parallel.agreement import AgreementGroup
 from weft.parallel.group_comm import GroupComm
 from weft.parallel.host_stage import HostStage
@@ -149,9 +148,7 @@ def first_rank(config: EngineConfig) -> tuple[EngineCore, Any]:
         group = AgreementGroup(0, layout.data_parallel_size, LocalWakeups(layout.data_parallel_size))
         group.connect(None, 0, 30.0)
         expert_group = ExpertGroup(group)
-    core = EngineCore(config, runner=alone(loaded.kv, loaded.runner), expert_group=expert_group)
-    core.overlap = OverlapPolicy(layout.overlap if layout.overlap != "auto" else "off")
-    return core, mesh
+    return EngineCore(config, runner=alone(loaded.kv, loaded.runner), expert_group=expert_group), mesh
 
 
 __all__ = ["Peers", "Rehearsal", "connect", "first_rank", "install"]

@@ -62,6 +62,9 @@ class Event:
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> None:
         self.number = f"event {next(_numbers)}"
+        self._times = enable_timing
+        self._at = 0.0
+        """Seconds of the device at the last record."""
         self._asked = False
         self._recorded: tuple[str, tuple[str, str]] | None = None
         """(stream, place) of the last record."""
@@ -70,7 +73,15 @@ class Event:
         made = current()
         actor = made.stream if stream is None else stream.name
         self._asked, self._recorded = False, (actor, here())
+        self._at = made.device_seconds
         made.note(Record(actor, self.number))
+
+    def elapsed_time(self, later: Event) -> float:
+        """Return the milliseconds between two events that have happened. CUDA refuses other events."""
+        for event in (self, later):
+            assert event._times, "an event without enable_timing has no time"
+            assert current().checker.happened(event.number), "the time of an event that may not have happened"
+        return (later._at - self._at) * 1e3
 
     def wait(self, stream: Stream | None = None) -> None:
         self.awaited(current().stream if stream is None else stream.name)
@@ -110,6 +121,7 @@ class Graph:
         for piece in (*captured.reads.values(), *captured.writes.values()):
             if piece.gone:
                 raise NotCapturable(f"a graph uses {piece.name}, which was freed since it was captured")
+        made.device_seconds += made.replay_seconds(captured)
         made.note(Use(made.stream, "replay", tuple(captured.reads), (*captured.writes, POOL)))
         with torch.inference_mode():
             for call in captured.calls:

@@ -103,6 +103,23 @@ def test_a_stream_that_a_capture_forks_must_be_joined(monkeypatch: pytest.Monkey
             fork()
 
 
+def test_only_events_that_have_happened_have_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rig.rehearsed(monkeypatch):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        behind = torch.cuda.Event()
+        zeros(3).add_(1)
+        for event in (began, ended, behind):
+            event.record()
+            zeros(3).add_(1)
+        with pytest.raises(AssertionError, match="may not have happened"):
+            began.elapsed_time(ended)
+        while not behind.query():
+            pass
+        assert began.elapsed_time(ended) == 0.0
+        with pytest.raises(AssertionError, match="without enable_timing"):
+            began.elapsed_time(behind)
+
+
 def test_every_place_where_the_host_may_wait_is_there() -> None:
     for file, function in WAITS:
         tree = ast.parse((ROOT / file).read_text())

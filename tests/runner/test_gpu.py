@@ -19,7 +19,8 @@ from weft.config.resolve import resolve
 from weft.engine.build import release_unused
 from weft.engine.core import EngineCore
 from weft.ops import draw
-from weft.runner.graphs.graphs import Key
+from weft.runner.graphs.graphs import CudaCapture, Key
+from weft.runner.graphs.timing import CudaTiming
 from weft.runner.runner import Runner
 from weft.runner.sampling.sampler import Sampler, SampleRows
 from weft.types.plan import AllocSlot, column
@@ -313,6 +314,31 @@ def test_no_prompt_waits_for_a_kernel_to_be_compiled(folder: Path, monkeypatch: 
     answers(core)
     assert not compiled
     core.close()
+
+
+def test_replays_are_timed_by_the_device() -> None:
+    """The time grows with the work. The host waits for neither event."""
+    x = torch.ones(2048, 2048, device="cuda")
+    seconds: list[float] = []
+    for count in (1, 50):
+
+        def run(count: int = count) -> None:
+            for _ in range(count):
+                torch.mm(x, x)
+
+        replay = CudaCapture(torch.device("cuda"))(run)
+        torch.cuda.synchronize()
+        timing, behind = CudaTiming(), torch.cuda.Event()
+        for number in range(2):  # the first replay also loads the graph
+            timing.begin()
+            replay()
+            timing.end()
+            behind.record()
+            if count == 50:
+                assert not behind.query(), number
+            torch.cuda.synchronize()
+        seconds.append(timing.seconds())
+    assert 0.0 < 10 * seconds[0] < seconds[1] < 10.0
 
 
 def test_memory_of_a_closed_engine_is_free_for_the_next(folder: Path) -> None:

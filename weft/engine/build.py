@@ -39,10 +39,12 @@ from weft.models.loader import Model, load_model
 from weft.moe.placement import Placement as ExpertPlacement
 from weft.ops import cpu
 from weft.ops.coded import DEQUANTIZED
+from weft.overlap.overlap_policy import mode_of
 from weft.parallel.mesh import Mesh, make_mesh
 from weft.runner.graphs.graphs import MOST_ROWS, Capture, CudaCapture, GraphOptions, obstacle
 from weft.runner.graphs.mixed import DECODES, TOKENS
 from weft.runner.graphs.programs import capture_calls
+from weft.runner.graphs.timing import CudaTiming
 from weft.runner.runner import Runner
 from weft.runner.step_trace import StepTrace
 from weft.store.weights_digest import WeightsDigest
@@ -327,6 +329,7 @@ def graph_options(
         lazy=meets,
         most_each=config.kv.copies,
         micro_batches=meets,
+        timing=CudaTiming if mode_of(config.parallel, config.device) == "measured" else None,
         prompt_tokens=0 if meets else config.scheduler.max_num_batched_tokens,
         keeps_hidden=config.speculation.speculative_method in ("mtp", "eagle3"),
     )

@@ -89,7 +89,7 @@ class EngineCore(EngineLoop[StepHandle]):
         self.config = config
         self.expert_group = expert_group or runner.expert_group
         rows = config.transfer.role != "encode"
-        self.overlap = OverlapPolicy(mode_of(config.parallel if rows else None, config.device))
+        self.overlap = _overlap(mode_of(config.parallel if rows else None, config.device), runner)
         """Decides which steps run in micro-batches."""
         self.balance = Balance(config.parallel.eplb_interval)
         """Decides before which steps experts move between ranks."""
@@ -281,6 +281,7 @@ class EngineCore(EngineLoop[StepHandle]):
             overlapped_steps=self.overlap.steps,
             communication_seconds=self.overlap.communication,
             communication_hidden_seconds=self.overlap.hidden,
+            overlap_choices=tuple(one.message(bucket) for bucket, one in self.overlap.choices.items()),
         )
 
     def flush(self, command: FlushTier) -> None:
@@ -356,6 +357,18 @@ def _start_alone(config: EngineConfig, progress: bool) -> GroupExecutor:
     """Set the CPU threads of this process, start the group and return the group."""
     take_threads(config)
     return start_executor(config, progress=progress)
+
+
+def _overlap(mode: str, runner: GroupExecutor) -> OverlapPolicy:
+    """Return the policy for ``mode``. On GPUs, trials need captured decode steps of rank 0."""
+    if mode != "measured":
+        return OverlapPolicy(mode)
+    graphs = runner.graphs
+    if graphs is None:
+        log.info("overlap: off, because decode steps are not captured as graphs")
+        return OverlapPolicy("off")
+    log.info("overlap: captured decode steps are timed whole and in micro-batches, per bucket of rows")
+    return OverlapPolicy(mode, graphs.bucket_of)
 
 
 class Balance:

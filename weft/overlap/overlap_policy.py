@@ -4,24 +4,33 @@
     prefill    steps with prompts, if splittable
     all        all splittable steps
     auto       steps with prompts, in the form that was faster for similar steps
+    measured   ``auto`` on GPUs: captured decode steps, in the form that was faster on the device
 
 ``auto`` measures both forms of steps with prompts, whole and in micro-batches, by powers of two of tokens.
 The first steps are whole. Micro-batches are tried only where communication takes ``SHARE`` of a whole step.
 Then the faster form computes all steps except one in ``OTHER_EVERY``. Decode steps stay whole: a decode step
 in micro-batches reads all weights twice, and on CPUs only whole decode steps are captured.
+
+On a GPU the host measures only launches, so ``measured`` takes times of replayed steps on the device of this
+rank. A step ends on no rank before its last collective, so these times include the waits for slower ranks.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
+from weft.common.log import get_logger
 from weft.config.sections.all import ParallelSection
+from weft.overlap.bucket_trials import Bucket, BucketTrial, Choice
 from weft.overlap.split import splits
 from weft.overlap.times import StepTimes
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.types.plan import PlannedRows, StepPlan
+
+log = get_logger(__name__)
 
 SHARE = 0.06
 """Minimum share of communication in whole steps for a trial of micro-batches."""
@@ -36,16 +45,17 @@ FASTER = 0.98
 def mode_of(parallel: ParallelSection | None, device: str = "cpu") -> str:
     """Return the effective mode for ``parallel``: "off" without configuration or without communicating ranks.
 
-    ``auto`` becomes "off" on a GPU: ``auto`` uses host times, but on a GPU the host only launches work.
+    ``auto`` becomes "measured" on GPUs, and "off" for replicas that share experts: their steps in
+    micro-batches are not captured.
     """
-    if device == "cuda" and parallel is not None and parallel.overlap == "auto":
-        return "off"
     if parallel is None:
         return "off"
-    ranks = parallel.tensor_parallel_size
-    if parallel.enable_expert_parallel:
-        ranks *= parallel.data_parallel_size
-    return parallel.overlap if ranks > 1 else "off"
+    shares = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
+    if parallel.tensor_parallel_size == 1 and not shares:
+        return "off"
+    if device == "cuda" and parallel.overlap == "auto":
+        return "off" if shares else "measured"
+    return parallel.overlap
 
 
 @dataclass(slots=True)
@@ -75,15 +85,26 @@ class _StepClass:
 class OverlapPolicy:
     """Decides for one engine process and counts the effects."""
 
-    def __init__(self, mode: str = "off") -> None:
-        """``mode``: a result of ``mode_of``."""
+    def __init__(
+        self, mode: str = "off", bucket_of: Callable[[PlannedRows], Bucket | None] | None = None
+    ) -> None:
+        """``mode``: a result of ``mode_of``. ``bucket_of``: returns the bucket of a plan for mode
+        ``measured``, None for a plan that stays whole."""
         self.mode = mode
+        self._bucket_of = bucket_of
         self.steps = 0
         """Number of steps computed in micro-batches."""
         self.communication = self.hidden = 0.0
         """Seconds on this rank with a collective in flight, and the part hidden under compute."""
         self._classes: dict[int, _StepClass] = {}
         """Bits of the number of tokens -> class (mode ``auto``)."""
+        self._trials: dict[Bucket, BucketTrial] = {}
+        """Trials of mode ``measured``."""
+
+    @property
+    def choices(self) -> dict[Bucket, Choice]:
+        """Ended trials of mode ``measured``."""
+        return {bucket: one.choice for bucket, one in self._trials.items() if one.choice is not None}
 
     def ask(self, builder: PlanBuilder) -> None:
         """Set ``builder.micro_batches`` for the step."""
@@ -93,26 +114,32 @@ class OverlapPolicy:
         """Return True if the plan should be computed in micro-batches. A plan without rows agrees with every
         decision of other replicas.
 
-        In mode ``auto`` the call counts toward the statistics of the plan's class, so call once per plan.
+        In the modes ``auto`` and ``measured`` the call counts toward the statistics of the plan's class, so
+        call once per plan.
         """
         if self.mode == "off":
             return False
         # An empty plan has two empty micro-batches, so agreeing costs nothing.
         if not plan.rows:
             return True
+        if self.mode == "measured":
+            bucket = self._splittable(plan)
+            return bucket is not None and self._trials.setdefault(bucket, BucketTrial()).next()
         if self.mode != "all" and not plan.prefill.rows:
             return False
         return splits(plan) and (self.mode != "auto" or self._class(plan).overlaps())
 
     def observe(self, plan: StepPlan, times: StepTimes | None) -> None:
-        """Add the communication of a completed step to the counters; in mode ``auto`` also learn from the
-        step. ``times`` is None on a single rank: nothing is recorded.
+        """Add the communication of a completed step to the counters; in the modes ``auto`` and ``measured``
+        also learn from the step. ``times`` is None on a single rank: nothing is recorded.
         """
         if times is None:
             return
         self.steps += times.micro_batches > 1
         self.communication += times.communication + sum(flight.seconds for flight in times.drafting)
         self.hidden += times.hidden
+        if self.mode == "measured":
+            self._try(plan, times)
         if self.mode != "auto" or not plan.prefill.rows or times.seconds <= 0.0:
             return
         similar = self._class(plan)
@@ -131,6 +158,20 @@ class OverlapPolicy:
             f"overlap {self.mode}: {self.steps} steps in micro-batches; "
             f"{share:.0%} of {self.communication:.2f} s of communication overlapped with compute"
         )
+
+    def _splittable(self, plan: PlannedRows) -> Bucket | None:
+        """Return the bucket of a decode step that can be split; None for other steps."""
+        if plan.prefill.rows or self._bucket_of is None or not splits(plan):
+            return None
+        return self._bucket_of(plan)
+
+    def _try(self, plan: StepPlan, times: StepTimes) -> None:
+        """Add the time of a step on the device to the trial of its bucket, and log the end of a trial."""
+        bucket = self._splittable(plan)
+        trial = None if bucket is None else self._trials.get(bucket)
+        if bucket is not None and trial is not None and trial.observe(times.micro_batches > 1, times.device):
+            assert trial.choice is not None
+            log.info("%s", trial.choice.describe(bucket))
 
     def _class(self, plan: PlannedRows) -> _StepClass:
         return self._classes.setdefault(plan.tokens.bit_length(), _StepClass())

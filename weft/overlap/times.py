@@ -29,6 +29,8 @@ class StepTimes:
     """Stretches in order of time; a whole step has one."""
     flights: Sequence[Flight] = ()
     """Collectives in order of launch."""
+    device: float | None = None
+    """Seconds of a replayed step on the device, up to its logits or its draw; None if not measured."""
     drafting: Sequence[Flight] = field(default=())
     """Collectives of sampling and drafting after the step; nothing hides such collectives."""
 

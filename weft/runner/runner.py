@@ -225,6 +225,8 @@ class Runner:
             raise EngineDead(f"step {handle.plan.step} was not sampled")
         copy: HostCopy | Drawn = result_of(handle.sampled, deadline)
         copy.wait(deadline, self._launcher.check)
+        if handle.timing is not None and handle.times is not None:
+            handle.times = replace(handle.times, device=handle.timing.seconds())
         result = to_result(handle.plan, copy)
         assert handle.buffer is not None
         self._ring.release(handle.buffer)
@@ -389,7 +391,7 @@ class Runner:
         """Run the step as a captured graph and return its rows and logits; None if the step must run op by
         op.
 
-        Sets ``uncaptured`` of ``handle``, and after a replay ``hidden``, ``each`` and ``drawn``.
+        Sets ``uncaptured`` of ``handle``, and after a replay ``hidden``, ``each``, ``drawn`` and ``timing``.
         """
         assert handle.buffer is not None
         if plan.prefill.rows:
@@ -409,7 +411,7 @@ class Runner:
             handle.uncaptured = self.graphs.uncaptured
             return None
         replayed = self.graphs.run(key, plan, handle.buffer, draws)
-        handle.drawn = replayed.drawn
+        handle.drawn, handle.timing = replayed.drawn, replayed.timing
         if self.drafter is not None:
             handle.hidden = self.graphs.hidden(key, plan.rows)
         handle.each = key.each

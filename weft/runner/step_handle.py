@@ -11,6 +11,7 @@ from weft.overlap.times import StepTimes
 from weft.runner.batch.staging import StagingBuffer
 from weft.runner.device_queue import Settled, Work
 from weft.runner.expert_routes import StepRoutes
+from weft.runner.graphs.timing import Timing
 from weft.runner.pooling import Pooled
 from weft.runner.result import Drawn
 from weft.types.plan import StepPlan
@@ -44,5 +45,7 @@ class StepHandle:
     """Seconds for encoding images; on a GPU, seconds to launch the encoding."""
     drawn: Drawn | None = None
     """Tokens of a step that was sampled inside its capture; else None. Valid once ``forwarded`` has ended."""
+    timing: Timing | None = None
+    """Measurement of a replay on the device, until ``read`` adds the time to ``times``."""
     times: StepTimes | None = None
     """Times of compute and communication, valid after ``read``; None on a rank without communication."""

@@ -74,7 +74,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
 
-VERSION = 7
+VERSION = 8
 """The newest version of these messages. The constants ``.._SINCE`` list the changes, also in ``handshake``
 and ``versions``."""
 OLDEST = 1
@@ -93,6 +93,8 @@ RECEIVE_SINCE = 6
 """Version that added ``JoinTrainer`` and ``ReceiveWeights``."""
 LAG_SINCE = 7
 """Version that added ``MediaItem.lag``, and grids that count averaged frames."""
+OVERLAP_SINCE = 8
+"""Version that added ``EngineStats.overlap_choices``."""
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""
@@ -416,6 +418,21 @@ class TransferStats(_Message, frozen=True, kw_only=True):
     """Completed transfers of the sender by transport; unset without transfers. Since version 2."""
 
 
+class OverlapChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Form of the captured decode steps of one bucket, with the median times on the device."""
+
+    rows: int
+    each: int
+    """Tokens per row."""
+    context: int
+    """Maximum number of positions of a row."""
+    micro_batches: bool
+    """True if the steps are computed in micro-batches."""
+    whole_seconds: float | None = None
+    """None if not measured; likewise ``micro_batch_seconds``."""
+    micro_batch_seconds: float | None = None
+
+
 class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Counters since the start, except where marked as gauges."""
 
@@ -498,6 +515,8 @@ class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Blocks removed from the prefix cache by ``FlushTier``. Since version 3."""
     routed_tokens: int = 0
     """Computed tokens whose experts were recorded for a request. Since version 4."""
+    overlap_choices: tuple[OverlapChoice, ...] = ()
+    """Ended trials of ``--overlap auto`` on GPUs. Since version 8."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
@@ -549,6 +568,8 @@ def stats_in(version: int, stats: EngineStats) -> EngineStats:
     """Return ``stats`` with only the fields of ``version``."""
     if version < TIER_SINCE:
         stats = msgspec.structs.replace(stats, tier=None, prefix_resets=0, forgotten_blocks=0)
+    if version < OVERLAP_SINCE:
+        stats = msgspec.structs.replace(stats, overlap_choices=())
     if version < ROUTES_SINCE:
         stats = msgspec.structs.replace(stats, routed_tokens=0)
         if stats.tier is not None:

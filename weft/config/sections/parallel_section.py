@@ -83,8 +83,8 @@ class ParallelSection(Section, frozen=True, kw_only=True):
         Literal["off", "prefill", "all", "auto"],
         Meta(
             description="Split steps into two micro-batches, so that one communicates while the other "
-            "computes. prefill: in steps with prompts. all: in all steps. auto: in steps with "
-            "prompts, where micro-batches were measured to be faster."
+            "computes. prefill: in steps with prompts. all: in all steps. auto: where micro-batches were "
+            "measured to be faster, on CPUs in steps with prompts, on GPUs in captured decode steps."
         ),
     ] = "auto"
     collectives: Annotated[

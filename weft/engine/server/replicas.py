@@ -251,6 +251,8 @@ def summed(stats: Sequence[m.EngineStats]) -> m.EngineStats:
             fields[name] = max(values)
         elif name in ("transfers", "embedding_transfers"):
             fields[name] = _summed_transfers([value for value in values if value is not None])
+        elif name == "overlap_choices":
+            fields[name] = tuple(choice for value in values for choice in value)
         elif name == "tier":
             fields[name] = summed_tiers([value for value in values if value is not None])
         elif isinstance(values[0], Measures):

@@ -21,8 +21,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from weft.control.links.links import Links
-from weft.front.monitoring import front_tables, tier_metrics
+from weft.front.monitoring import front_tables, overlap_metrics, tier_metrics
 from weft.front.monitoring.front_tables import EVENTS, HISTOGRAMS, HTTP_SECONDS
+from weft.front.monitoring.overlap_metrics import overlap_rows
 from weft.front.monitoring.tier_metrics import tier_families
 from weft.front.monitoring.transport_metrics import SENT, sent_by_transport
 from weft.tracing.writer import SpanWriter
@@ -317,6 +318,7 @@ class _EngineCollector(_LinkCollector):
             yield self._histogram(name, text, bounds, measured)
         free = [((engine, str(k)), float(n)) for engine, its in stats for k, n in enumerate(its.free_blocks)]
         yield self._gauge("free_blocks", "Free KV cache blocks, by KV cache group.", free, "head", "kind")
+        yield self._gauge(*overlap_metrics.GAUGE, overlap_rows(stats), *overlap_metrics.LABELS)
         for name, (text, by_place) in _PLACES.items():
             places = [((h, str(p)), float(n)) for h, its in stats for p, n in enumerate(by_place(its))]
             yield self._counter(name, text, places, "head", "position")
@@ -485,6 +487,7 @@ def describe() -> str:
     lines.append("weft:front_image_encodes_total counter model_name,attempt")
     lines.append("weft:routing_decisions_total counter model_name,knew")
     lines.append("weft:free_blocks gauge model_name,head,kind")
+    lines.append(f"weft:{overlap_metrics.GAUGE[0]} gauge model_name,{','.join(overlap_metrics.LABELS)}")
     lines += [f"weft:{name}_total counter model_name,head,position" for name in _PLACES]
     return "\n".join(sorted(lines)) + "\n"
 

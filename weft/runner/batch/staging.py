@@ -20,7 +20,7 @@ import torch
 
 from weft.common.errors import EngineDead
 from weft.runner.event_wait import wait_until
-from weft.types.plan import Segment, StepPlan
+from weft.types.plan import PlannedRows, Segment, StepPlan
 
 Column = TypeVar("Column")
 
@@ -61,7 +61,7 @@ class LogitsColumns(NamedTuple, Generic[Column]):
     """[prompt entries]: row of the logits."""
 
 
-def most_each(plan: StepPlan) -> int:
+def most_each(plan: PlannedRows) -> int:
     """Return the largest token count of a row if the plan has decode rows only and every token samples; else
     0."""
     rows = plan.decode

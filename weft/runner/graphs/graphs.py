@@ -54,17 +54,19 @@ from weft.common.recent import Recent
 from weft.models.decoder import Model
 from weft.ops.draw import DRAWS
 from weft.ops.low_rank import AdapterRows
+from weft.overlap.bucket_trials import MOST, Bucket
 from weft.overlap.interleave import interleave
 from weft.parallel.comm import drive
 from weft.parallel.launcher import Launcher
 from weft.runner.batch.batch import BatchBuilder, StepRows
 from weft.runner.batch.staging import StagingBuffer, even, most_each
 from weft.runner.graphs.programs import CannotCapture
+from weft.runner.graphs.timing import Timing, Timings
 from weft.runner.result import Drawn
 from weft.runner.sampling.sampler import End
 from weft.runner.slot_state import SlotState
 from weft.types.exchange import PADS, UNAGREED, Exchange
-from weft.types.plan import Segment, StepPlan, column
+from weft.types.plan import PlannedRows, Segment, StepPlan, column
 
 log = get_logger(__name__)
 
@@ -98,6 +100,8 @@ class Replayed(NamedTuple):
     """Callable that returns the rows for sampling. Call before the next step."""
     drawn: Drawn | None
     """Sampled tokens, if the step drew tokens: the step needs no further sampling. Else None."""
+    timing: Timing | None
+    """Time of the replay on the device. None if the step was not replayed, or is not measured."""
 
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
@@ -219,12 +223,19 @@ class GraphOptions:
     capture fails with CannotCapture."""
     exact: bool = False
     """True to capture for exact row counts instead of buckets (CPU)."""
+    timing: Callable[[], Timing] | None = None
+    """Makes the measurement of a replay; None: no replay is measured."""
     prompt_tokens: int = 0
     """Most prompt tokens of captured steps with prompts (``weft.runner.graphs.mixed``); 0: none."""
 
 
 class DecodeGraphs:
     """Captured decode steps of one runner. Used from the thread of the runner only."""
+
+    works: bool
+    """False after a failed capture: nothing more is captured."""
+    splits: bool
+    """False if steps in micro-batches are not captured, or after such a capture has failed."""
 
     def __init__(
         self,
@@ -256,8 +267,7 @@ class DecodeGraphs:
         self._model, self._cache, self._backends, self._builder = model, cache, backends, builder
         self._rows, self._drafted, self._each = _buckets(options)
         self._launcher = launcher or Launcher()
-        self._contexts = context_buckets(max_len)
-        self._options = options
+        self._options, self._contexts = options, context_buckets(max_len)
         most = self._rows[-1]
         device = model.device
         self._spare = state.spare
@@ -283,8 +293,8 @@ class DecodeGraphs:
         kept = MOST_KEPT if device.type == "cpu" else sys.maxsize
         self._replays: Recent[Key, Callable[[], None]] = Recent(kept)
         self._seen: dict[Key, int] = {}
-        self.works = True
-        """False after a failed capture: nothing more is captured."""
+        self._timings: Timings[Key] = Timings(options.timing, MOST)
+        self.works, self.splits = True, options.micro_batches
         if not options.lazy:
             self._capture(options)
 
@@ -392,21 +402,15 @@ class DecodeGraphs:
         with padding or several tokens per row is returned from its ``WORTH_CAPTURING``-th step on.
         """
         self.uncaptured = False
-        rows = plan.decode
         padded = 0 if plan.agreed is None else plan.agreed.padded_tokens
         # A replica without rows takes part in the step of the other replicas, with padding rows of one token.
         each = 1 if padded and not plan.rows else most_each(plan)
-        if not 1 <= each <= self._each[-1]:
+        found = self._bucket_of_rows(plan.decode, each)
+        if found is None or padded > MOST_PADDED:
             return None
-        each = _bucket(self._each, each)
-        if rows.rows > (self._rows if each == 1 else self._drafted)[-1]:
-            return None
-        longest = int(rows.start.max(initial=0)) + each
-        if longest > self._contexts[-1] or padded > MOST_PADDED:
-            return None
-        bucket = _bucket(self._rows, rows.rows) if rows.rows else 0
+        bucket, each, _ = found
         ends = (draws or self._flagged) and each == 1 and bool(bucket) and self._end is not None
-        key = Key(bucket, each, _bucket(self._contexts, longest), plan.micro_batches, padded, ends, adapts)
+        key = Key(*found, plan.micro_batches, padded, ends, adapts)
         # With an agreement, a replica with few rows may have an empty micro-batch, which cannot be captured.
         if plan.micro_batches > 1 and (padded or not self._options.micro_batches):
             return None
@@ -423,6 +427,33 @@ class DecodeGraphs:
                 self.uncaptured = self.works
                 return None
         return key
+
+    def bucket_of(self, plan: PlannedRows) -> Bucket | None:
+        """Return the bucket of a plan for which both a whole step and a pair of micro-batches can be
+        captured; None if there is none.
+
+        The answer depends on the failed captures of this rank, so only the engine may ask: the frozen plan
+        tells the other ranks about ``micro_batches``.
+        """
+        if not (self.works and self.splits):
+            return None
+        found = self._bucket_of_rows(plan.decode, most_each(plan))
+        if found is None or not self._model.capturable(found.rows * found.each):
+            return None
+        return found
+
+    def _bucket_of_rows(self, rows: Segment, each: int) -> Bucket | None:
+        """Return the bucket of decode rows with at most ``each`` tokens; None beyond the largest bucket."""
+        if not 1 <= each <= self._each[-1]:
+            return None
+        each = _bucket(self._each, each)
+        if rows.rows > (self._rows if each == 1 else self._drafted)[-1]:
+            return None
+        longest = int(rows.start.max(initial=0)) + each
+        if longest > self._contexts[-1]:
+            return None
+        bucket = _bucket(self._rows, rows.rows) if rows.rows else 0
+        return Bucket(bucket, each, _bucket(self._contexts, longest))
 
     def run(self, key: Key, plan: StepPlan, buffer: StagingBuffer, draws: bool = False) -> Replayed:
         """Run the step of ``plan`` as a replay; else capture the step while running it; else launch op by op.
@@ -447,9 +478,15 @@ class DecodeGraphs:
             padded, flag = 0 if even(plan, each) else each, DRAWS if draws else self._spare
             staged = self._builder.stage_decode(plan, padded, buffer, key.rows, flag, self._columns)
         # Every branch below launches the same calls in the same order, so ranks may take different branches.
+        timing = None
         if key in self._replays:
+            timing = self._timings.make(key)
+            if timing is not None:
+                timing.begin()
             self.replay(key)
-        elif self.works and self._model.mesh.launcher.direct:
+            if timing is not None:
+                timing.end()
+        elif self.works and (self.splits or key.micro_batches == 1) and self._model.mesh.launcher.direct:
             self.uncaptured = True
             self._capture_now(key)
         else:
@@ -459,7 +496,7 @@ class DecodeGraphs:
             ids, positions = self._ids[: rows * each], self._positions[: rows * each]
             return StepRows(**self._builder.decode_rows(plan, staged, ids, positions))
 
-        return Replayed(logits, sampled_rows, Drawn(drawn) if draws else None)
+        return Replayed(logits, sampled_rows, Drawn(drawn) if draws else None, timing)
 
     def _write(self, on_host: np.ndarray, slots: np.ndarray, rows: int) -> None:
         """Write ``slots``, padded with the spare slot to ``rows`` rows. Does nothing if ``slots`` is the
@@ -489,15 +526,21 @@ class DecodeGraphs:
         if self._options.lazy:
             self._replays.clear()
             self._seen.clear()
+            self._timings.clear()
 
     def _capture_now(self, key: Key) -> None:
         """Capture a step while computing the step. If capture is impossible, log once and capture nothing
-        from now on. The step is computed in both cases."""
+        from now on; after a failure in micro-batches, only whole steps. The step is computed in all cases."""
         try:
             self._replays.put(key, self._options.capture(self._closure(key)))
         except CannotCapture as error:
+            self.uncaptured = False
+            if key.micro_batches > 1:
+                self.splits = False
+                log.warning("decode steps in micro-batches are not captured as graphs: %s", error)
+                return
+            self.works = False
             log.warning("decode steps are not captured as graphs: %s", error)
-            self.works = self.uncaptured = False
 
 
 def _adapters_of(steps: Sequence[StepInput]) -> AdapterRows | None:
