@@ -49,7 +49,9 @@ def close(found: Tensor, rows: Tensor, weight: Tensor) -> bool:
     """Return True if ``found`` is the product up to float32 sums of groups and one rounding."""
     wanted = rows @ weight.T
     bound = 1e-6 * (rows.abs() @ weight.abs().T) + 2.0**-126
-    return bool(((found.double() - wanted).abs() <= bound + 1.01 * HALF_ULP[found.dtype] * wanted.abs()).all())
+    return bool(
+        ((found.double() - wanted).abs() <= bound + 1.01 * HALF_ULP[found.dtype] * wanted.abs()).all()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -131,7 +133,9 @@ def test_ranks_round_the_groups_of_one_rank(quantization: str, inputs: int, grou
     for ranks in (2, 4, 8):
         parts = zip(x.chunk(ranks, dim=1), weight.chunk(ranks, dim=1), strict=True)
         total = sum(op.run(rows.float(), pack(part.contiguous()), None).double() for rows, part in parts)
-        assert ((total - made).abs() <= 1.01 * 2.0**-8 * made.abs() + 1e-6 * x.double().norm(dim=1)[:, None]).all()
+        assert (
+            (total - made).abs() <= 1.01 * 2.0**-8 * made.abs() + 1e-6 * x.double().norm(dim=1)[:, None]
+        ).all()
 
 
 def test_models_in_float32_keep_their_rows() -> None:
