@@ -36,6 +36,9 @@ def test_a_chat(client: Any) -> None:
     assert got.total_duration >= got.eval_duration > 0
     assert client.chat(model=f"{MODEL}:latest", messages=user("count")).message.content == "1 2 3 4 5"
     cut = client.chat(model=MODEL, messages=user("count"), options={"num_predict": 3})
+    # Ollama's server reads every number as a float, and some languages write whole floats.
+    floats = {"num_predict": 3.0, "top_k": 1.0, "seed": 1.0}
+    assert client.chat(model=MODEL, messages=user("count"), options=floats).message == cut.message
     assert (cut.message.content, cut.done_reason) == ("1 2", "length")
 
 
@@ -115,6 +118,7 @@ def test_models(client: Any) -> None:
     [
         ({"model": "other"}, "does not exist"),
         ({"options": {"mirostat": 2}}, "options.mirostat is not supported"),
+        ({"options": {"num_predict": 2.5}}, "options.num_predict: expected int, got float"),
         ({"options": {"num_ctc": 2}}, "unknown option: options.num_ctc"),
         ({"options": {"temperature": "hot"}}, "options.temperature"),
         ({"options": {"temperature": -1}}, "temperature"),

@@ -425,6 +425,13 @@ def test_an_empty_result_may_have_no_content(tooled: Reader) -> None:
         assert job.prompts == plain.prompts
 
 
+def test_a_list_without_parts_is_empty_text(tooled: Reader) -> None:
+    for role in ("system", "user", "assistant"):
+        empty, listed = ({"role": role, "content": content} for content in ("", []))
+        wanted = chat(tooled, messages=[HELLO, empty, HELLO])
+        assert chat(tooled, messages=[HELLO, listed, HELLO]).prompts == wanted.prompts
+
+
 @pytest.mark.parametrize(
     ("api", "fields", "said"),
     [

@@ -235,6 +235,8 @@ def sampling_of(options: Mapping[str, Any]) -> dict[str, Any]:
         where = f"options.{printable(name, 40)}"
         if value is None or name in _NO_EFFECT or value in _NEUTRAL.get(name, ()):
             continue
+        # Ollama's server reads every number as a float.
+        value = int(value) if isinstance(value, float) and value.is_integer() else value
         if name in _SAME:
             made[name] = convert(where, value, _SAME[name])
         elif name == "num_predict":
