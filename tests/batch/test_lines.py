@@ -63,7 +63,7 @@ def test_a_wrong_line_is_named(bad: Any, code: str, param: str | None) -> None:
 def test_a_missing_and_an_unknown_model_are_told_apart() -> None:
     bodies: list[dict[str, Any]] = [{"model": None}, {"model": 5}, {"model": "x\n" + "y" * 1000}]
     _, errors = read_places(file_of(*(line(str(n), body=body) for n, body in enumerate(bodies))), CHECKS)
-    missing = "the line must name a model of the server in body.model"
+    missing = "the line must name a model of the server"
     assert [error.message for error in errors[:2]] == [missing] * 2
     assert errors[2].message == f"the server does not serve the model 'x\\n{'y' * 62}'"
 

@@ -175,7 +175,7 @@ def test_no_command_shows_the_help(arguments: list[str], capsys: pytest.CaptureF
         (["serve", "--config", "/no/such.yaml"], "--config /no/such.yaml"),
         (["serve", str(Path(__file__).parent)], "neither a config.json"),
         (["serve", "--api-key", ""], "--api-key must be text, and the given value is empty"),
-        (["serve", "--served-model-name", " "], "--served-model-name must be text, and the given value is em"),
+        (["serve", "--served-model-name", " "], "must be text, and the given value is empty"),
         (["verify"], "--reference PATH, --self"),
         (["generate", "--top-p", "2", "hello"], "top_p must be"),
         (["eval", "gsm-mini", "--url", "ftp://x"], "--url must start with http"),

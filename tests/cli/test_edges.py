@@ -178,9 +178,7 @@ def test_closed_streams() -> None:
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as Python in the C locale
-def test_standard_input_that_is_no_text(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, errors: str
-) -> None:
+def test_standard_input_that_is_no_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, errors: str) -> None:
     (tmp_path / "bytes").write_bytes(b"caf\xe9")
     with open(tmp_path / "bytes", encoding="utf-8", errors=errors) as source:
         monkeypatch.setattr(sys, "stdin", source)

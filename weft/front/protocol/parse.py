@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from weft.common.errors import InvalidRequest
+from weft.common.errors import InvalidRequest, NotFound
 from weft.front.protocol.type_walk import values_at, without_nulls
 
 _LONE_HALF = re.compile(rb"""\\u[dD][89abAB][0-9a-fA-F]{2}[^\\"]{0,4}"[^\\]{0,4}\Z""")
@@ -162,6 +162,15 @@ def _choices(error: msgspec.ValidationError, target: Any) -> str:
 def missing(name: str) -> InvalidRequest:
     """Return the error for a request without the parameter ``name``."""
     return InvalidRequest(f"{name} is required", param=name, code="missing_required_parameter")
+
+
+def unknown_model(name: str) -> NotFound:
+    """Return the error for a model that the server does not have, or that the client's key may not use."""
+    return NotFound(
+        f"the model {printable(name, 64)} does not exist here; GET /v1/models lists the models",
+        param="model",
+        code="model_not_found",
+    )
 
 
 def printable(text: str, limit: int) -> str:
