@@ -82,6 +82,28 @@ def test_a_tool_loop(client: Any, stream: bool) -> None:
     assert end.message.content == "It is 21 degrees."
 
 
+def test_fields_of_other_apis_beside_the_options(server: Running) -> None:
+    """Vercel's AI SDK sends these fields. Ollama drops them; here they have their meaning."""
+
+    def chat(prompt: str, **fields: Any) -> Any:
+        body = {"model": MODEL, "messages": user(prompt), "stream": False, **fields}
+        answer = server.http.post("/api/chat", json=body)
+        return answer.json() if answer.status_code == 200 else answer.json()["error"]
+
+    cut = chat("count", max_output_tokens=3, temperature=0.5, top_p=0.5, stop=["zz"])
+    assert (cut["eval_count"], cut["done_reason"]) == (3, "length")
+    assert chat("count", max_tokens=3, options={"num_predict": 2})["eval_count"] == 2
+    assert chat("count", temperature=-1) == "options.temperature must be at least 0 and at most 100"
+    assert chat("count", tool_choice="required") == "tool_choice needs tools"
+    for choice in ("auto", "required", {"type": "function", "name": "get_weather"}):
+        found = chat("weather", tools=[WEATHER], tool_choice=choice)
+        assert found["message"]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
+    other = {"type": "function", "name": "other"}
+    assert "tool_choice must name" in chat("weather", tools=[WEATHER], tool_choice=other)
+    body = {"model": MODEL, "prompt": "count", "max_tokens": 3, "stop": [], "stream": False}
+    assert server.http.post("/api/generate", json=body).json()["eval_count"] == 3
+
+
 def test_generate(client: Any) -> None:
     got = client.generate(model=MODEL, prompt="count", system="Be brief.")
     assert (got.response, got.done_reason) == ("1 2 3 4 5", "stop")
