@@ -66,6 +66,15 @@ def test_reasoning_is_apart(client: Any, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_cannot_stop_thinking_thinks_unseen(client: Any, stream: bool) -> None:
+    got = client.chat(model=MODEL, messages=user("think of 2 + 2"), stream=stream, think=False)
+    lines = list(got) if stream else [got]
+    assert not any(line.message.thinking for line in lines)
+    assert "".join(line.message.content or "" for line in lines).strip() == "Four."
+    assert lines[-1].eval_count > len("Four.")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_loop(client: Any, stream: bool) -> None:
     messages: list[Any] = user("the weather in two cities")
     got = client.chat(model=MODEL, messages=messages, tools=[WEATHER], stream=stream)
