@@ -131,6 +131,13 @@ def test_budgets_of_reasoning(reader: Reader, fields: dict[str, Any]) -> None:
     assert chat(reader, **fields).thinking_budget == 7
 
 
+def test_fields_of_mistrals_clients(reader: Reader) -> None:
+    assert chat(reader, random_seed=7, safe_prompt=False).params.seed == 7
+    assert chat(reader, random_seed=7, seed=7).params.seed == 7
+    assert refused(reader, random_seed=7, seed=8) == "random_seed"
+    assert refused(reader, safe_prompt=True) == "safe_prompt"
+
+
 def test_budgets_that_differ_or_are_none(reader: Reader) -> None:
     assert refused(reader, max_thinking_tokens=7, thinking_budget=8) == "thinking_budget"
     assert refused(reader, max_thinking_tokens=-2) == "max_thinking_tokens"
