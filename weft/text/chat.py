@@ -161,10 +161,6 @@ class ChatFormat:
         rendered = self._with_groups(with_images(rendered, self._images, self._tokenizer), mark, shown)
         private = self._marks.rewrite(rendered, mark, self._private_name)
         ids = self._tokenizer.encode_private(private, add_special_tokens=False, limit=limit)
-        if not ids:
-            raise InvalidRequest(
-                "the model's chat template makes an empty prompt of these messages", param="messages"
-            )
         text = rendered.replace(mark, "")
         last = checked[-1].text() if continue_final_message else ""
         in_reasoning = (add_generation_prompt or continue_final_message) and self._in_reasoning(text, last)
@@ -245,8 +241,12 @@ class ChatFormat:
 
     def _check_shown(self, shown: Sequence[ShownPart], ids: list[int]) -> None:
         """Raise InvalidRequest unless ``ids`` contain the placeholder of each image and frame group once, in
-        order.
+        order. Raise InvalidRequest for empty ``ids``.
         """
+        if not ids:
+            raise InvalidRequest(
+                "the model's chat template makes an empty prompt of these messages", param="messages"
+            )
         rules = self._images
         if not shown:
             return
