@@ -141,7 +141,7 @@ def test_variables_must_be_json(chatml: ChatFormat, kwargs: Any) -> None:
         ([{"role": ["user"], "content": "x"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([user("ok"), user(None)], "messages[1].content"),
-        ([user([])], "messages[0].content"),
+        ([user({})], "messages[0].content"),
         ([user([{"type": "image_url", "image_url": {"url": "x"}}])], "messages[0].content"),
         ([user([{"type": "text"}])], "messages[0].content"),
         ([user("\ud800")], "messages[0].content"),

@@ -14,7 +14,7 @@ _FIRST_LINES = (b"version https://git-lfs.github.com/spec/", b"version https://h
 """First lines of the current form and of the oldest form."""
 _LONGEST = 1024
 """Pointers have fewer bytes. Larger files are real."""
-_SMALL_FILES = (".json", ".jinja", ".model", ".txt")
+_SMALL_FILES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 """Suffixes of the files of a model that are optional, or that have an alternative."""
 
 

@@ -15,7 +15,6 @@ import msgspec
 
 from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
-from weft.common.lfs import refuse_broken_links
 from weft.common.log import get_logger
 from weft.config import devices, hub
 from weft.config.cache_layout import exact_elements
@@ -153,7 +152,6 @@ def drafted(config: Config, spec: ModelSpec, path: str) -> tuple[SpeculationSect
         return speculation, spec
     try:
         folder = hub.resolve_model_path(draft, load_format=model.load_format)
-        refuse_broken_links(Path(folder))
         check_weight_files(Path(folder), model.load_format)
         spec = with_draft(spec, config, path, folder)
     except ConfigError as error:
@@ -288,8 +286,6 @@ def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> Non
 
     Raise ConfigError.
     """
-    refuse_broken_links(Path(path), "--model")
-    refuse_broken_links(Path(tokenizer_path), "--tokenizer")
     refuse_adapter(Path(path))
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(
