@@ -45,11 +45,18 @@ def rows_of(count: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Ten
     return x.to(dtype)
 
 
+def rounds_rows(packed: ops.PackedMatrix) -> bool:
+    """Return True if products with ``packed`` round rows of x to 16 bits."""
+    return packed.coding is not None and packed.coding["numbers"] in coded.WORD_ROWS.values()
+
+
 def close(found: Tensor, rows: Tensor, weight: Tensor) -> bool:
     """Return True if ``found`` is the product up to float32 sums of groups and one rounding."""
     wanted = rows @ weight.T
     bound = 1e-6 * (rows.abs() @ weight.abs().T) + 2.0**-126
-    return bool(((found.double() - wanted).abs() <= bound + 1.01 * HALF_ULP[found.dtype] * wanted.abs()).all())
+    return bool(
+        ((found.double() - wanted).abs() <= bound + 1.01 * HALF_ULP[found.dtype] * wanted.abs()).all()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -99,6 +106,21 @@ def test_numbers_of_bf16_near_the_largest_are_exact() -> None:
     assert torch.equal(ops.linear(x, ops.pack_int8(weight)), x)
 
 
+def test_many_inputs_are_rounded_like_those_of_a_rank() -> None:
+    """A matrix with more inputs than one sum of bytes takes: groups have sums of their own."""
+    inputs = 73_728
+    x, weight = torch.ones(3, inputs).bfloat16(), torch.ones(2, inputs).bfloat16()
+    x[1] = -1
+    weight[1, 1::2] = -1
+    packed = ops.pack_int8(weight)
+    assert rounds_rows(packed)
+    assert packed.coding == ops.pack_int8(weight[:, : inputs // 2].contiguous()).coding
+    assert torch.equal(ops.linear(x, packed), torch.tensor([[1.0, 0], [-1, 0], [1, 0]]).bfloat16() * inputs)
+    head = ops.pack_codes(torch_ops.to_int8_codes(weight))
+    assert isinstance(head, ops.PackedMatrix)
+    assert rounds_rows(head)
+
+
 def test_a_head_of_8_bits_is_also_a_table() -> None:
     _, weight, _ = case(1, (70, 200), torch.bfloat16)
     codes = torch_ops.to_int8_codes(weight)
@@ -123,24 +145,23 @@ def test_ranks_round_the_groups_of_one_rank(quantization: str, inputs: int, grou
     if quantization == "int8":
         pack = partial(op.pack, largest=weight.abs().amax(dim=1, keepdim=True))
     whole = pack(weight)
-    rounds = whole.coding is not None and whole.coding["numbers"] in coded.WORD_ROWS.values()
-    assert rounds == (group > 0)
+    assert rounds_rows(whole) == (group > 0)
     if not group:
         return
     made = op.run(x, whole, None).double()
     for ranks in (2, 4, 8):
         parts = zip(x.chunk(ranks, dim=1), weight.chunk(ranks, dim=1), strict=True)
         total = sum(op.run(rows.float(), pack(part.contiguous()), None).double() for rows, part in parts)
-        assert ((total - made).abs() <= 1.01 * 2.0**-8 * made.abs() + 1e-6 * x.double().norm(dim=1)[:, None]).all()
+        assert (
+            (total - made).abs() <= 1.01 * 2.0**-8 * made.abs() + 1e-6 * x.double().norm(dim=1)[:, None]
+        ).all()
 
 
 def test_models_in_float32_keep_their_rows() -> None:
-    weight = torch.randn(34, 512)
-    assert ops.pack_int8(weight).coding is None
-    packed = ops.pack_int4(weight)
-    assert isinstance(packed, ops.PackedMatrix)
-    assert packed.coding is not None
-    assert packed.coding["numbers"] not in coded.WORD_ROWS.values()
+    weight = torch.randn(34, 1024)
     for quantization in ("int8", "int4"):
         build = Build(dtype=torch.float32, device=torch.device("cpu"), quantization=quantization)
-        assert build.matrix_op("linear", divided=1024) is build.op(f"linear_{quantization}-exact")
+        for op in (build.matrix_op("linear"), build.matrix_op("linear", divided=1024)):
+            assert op.pack is not None
+            assert not rounds_rows(op.pack(weight))
+            assert rounds_rows(op.pack(weight.bfloat16()))
