@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.ops.test_cpu_linear import HALF_ULP, assert_gated, case
+from tests.support.routed import routed, tokens
 from weft.layers.build import Build
-from weft.ops import coded, cpu, torch_ops
+from weft.ops import coded, cpu, moe, torch_ops
 from weft.ops.cpu import linear as ops
+from weft.ops.cpu import moe as experts
 
 Tensor = torch.Tensor
 
@@ -131,6 +135,40 @@ def test_a_head_of_8_bits_is_also_a_table() -> None:
     assert torch.equal(ops.coded_embedding(ids, packed, torch.bfloat16), exact[ids].bfloat16())
     x = rows_of(45, 200)
     assert close(ops.linear(x, packed), rounded(x, 128), exact)
+
+
+def test_experts_are_those_of_rounded_rows() -> None:
+    """In float32, where rows in 16 bits differ from the rows."""
+    plain = routed("gated_shared", torch.float32, hidden=256, inner=192, shared=128)
+    weights = moe.in_int4(moe.rounded(plain, lambda matrices: coded.to_int4(matrices.bfloat16())))
+
+    def block(x: Tensor, group: int) -> Tensor:
+        def matrix(x: Tensor, weight: coded.Codes, bias: Tensor | None) -> Tensor:
+            used = coded.dequantize(weight, torch.float64)
+            return torch_ops.linear(rounded(x, group) if group else x, used, bias)
+
+        by_expert = partial(moe.by_expert, matrix=matrix)
+        return moe.block(x, ids, weights, moe.Pieces(F.linear, matrix, torch_ops.gated, by_expert))
+
+    x, ids = tokens(37, torch.float32, hidden=256)
+    found, wanted, exact = (
+        experts.moe(x, ids, experts.pack(weights)),
+        block(x.double(), 64),
+        block(x.double(), 0),
+    )
+    assert (found - wanted).norm() <= 0.2 * (exact - wanted).norm()
+
+
+def test_halves_of_experts_are_rounded_by_themselves() -> None:
+    weights = routed("gated_shared", torch.bfloat16)
+    for pack, numbers in ((experts.pack_int8, 10), (experts.pack_int4, 11)):
+        for inner, shared in ((64, 0), (0, 64)):
+            made = pack(replace(weights, inner_group=inner, shared_inner_group=shared)).matrices
+            for matrix, group in ((made.down, inner), (made.shared_down, shared)):
+                words = matrix.coding is not None and matrix.coding.numbers == numbers
+                assert words == (group > 0)
+                assert not words or matrix.coding.group == group
+            assert made.up.coding.numbers == made.shared_up.coding.numbers == numbers
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
