@@ -60,6 +60,14 @@ def test_a_wrong_line_is_named(bad: Any, code: str, param: str | None) -> None:
     assert [place.custom_id for place in places] == ["a", "c"]
 
 
+def test_a_missing_and_an_unknown_model_are_told_apart() -> None:
+    bodies: list[dict[str, Any]] = [{"model": None}, {"model": 5}, {"model": "x\n" + "y" * 1000}]
+    _, errors = read_places(file_of(*(line(str(n), body=body) for n, body in enumerate(bodies))), CHECKS)
+    missing = "the line must name a model of the server"
+    assert [error.message for error in errors[:2]] == [missing] * 2
+    assert errors[2].message == f"the server does not serve the model 'x\\n{'y' * 62}'"
+
+
 def test_a_file_has_limits() -> None:
     assert read_places(file_of(b""), CHECKS)[1] == [LineError("empty_file", "the file has no lines")]
     blank = io.BytesIO(b"\n" * 61 + json.dumps(line("a")).encode())

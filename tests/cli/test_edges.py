@@ -177,12 +177,17 @@ def test_closed_streams() -> None:
     assert ran.returncode > 2
 
 
-def test_standard_input_that_is_no_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as Python in the C locale
+def test_standard_input_that_is_no_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, errors: str) -> None:
     (tmp_path / "bytes").write_bytes(b"caf\xe9")
-    with open(tmp_path / "bytes", encoding="utf-8") as source:
+    with open(tmp_path / "bytes", encoding="utf-8", errors=errors) as source:
         monkeypatch.setattr(sys, "stdin", source)
-        with pytest.raises(ConfigError, match="not UTF-8"):
+        with pytest.raises(ConfigError, match="standard input is not UTF-8"):
             _read_prompt(None, asked=True)
+
+
+def test_a_prompt_that_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "the PROMPT is not UTF-8 text" in failed(capsys, "generate", "spool-text", "a", "caf\udce9")
 
 
 def test_a_failure_of_the_machine_is_one_line(

@@ -36,6 +36,9 @@ def test_a_chat(client: Any) -> None:
     assert got.total_duration >= got.eval_duration > 0
     assert client.chat(model=f"{MODEL}:latest", messages=user("count")).message.content == "1 2 3 4 5"
     cut = client.chat(model=MODEL, messages=user("count"), options={"num_predict": 3})
+    # Ollama's server reads every number as a float, and some languages write whole floats.
+    floats = {"num_predict": 3.0, "top_k": 1.0, "seed": 1.0}
+    assert client.chat(model=MODEL, messages=user("count"), options=floats).message == cut.message
     assert (cut.message.content, cut.done_reason) == ("1 2", "length")
 
 
@@ -63,6 +66,15 @@ def test_reasoning_is_apart(client: Any, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_cannot_stop_thinking_thinks_unseen(client: Any, stream: bool) -> None:
+    got = client.chat(model=MODEL, messages=user("think of 2 + 2"), stream=stream, think=False)
+    lines = list(got) if stream else [got]
+    assert not any(line.message.thinking for line in lines)
+    assert "".join(line.message.content or "" for line in lines).strip() == "Four."
+    assert lines[-1].eval_count > len("Four.")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_loop(client: Any, stream: bool) -> None:
     messages: list[Any] = user("the weather in two cities")
     got = client.chat(model=MODEL, messages=messages, tools=[WEATHER], stream=stream)
@@ -77,6 +89,28 @@ def test_a_tool_loop(client: Any, stream: bool) -> None:
     results = [{"role": "tool", "tool_name": "get_weather", "content": text} for text in ("21", "4")]
     end = client.chat(model=MODEL, messages=[*messages, answer, *results], tools=[WEATHER])
     assert end.message.content == "It is 21 degrees."
+
+
+def test_fields_of_other_apis_beside_the_options(server: Running) -> None:
+    """Vercel's AI SDK sends these fields. Ollama drops them; here they have their meaning."""
+
+    def chat(prompt: str, **fields: Any) -> Any:
+        body = {"model": MODEL, "messages": user(prompt), "stream": False, **fields}
+        answer = server.http.post("/api/chat", json=body)
+        return answer.json() if answer.status_code == 200 else answer.json()["error"]
+
+    cut = chat("count", max_output_tokens=3, temperature=0.5, top_p=0.5, stop=["zz"])
+    assert (cut["eval_count"], cut["done_reason"]) == (3, "length")
+    assert chat("count", max_tokens=3, options={"num_predict": 2})["eval_count"] == 2
+    assert chat("count", temperature=-1) == "options.temperature must be at least 0 and at most 100"
+    assert chat("count", tool_choice="required") == "tool_choice needs tools"
+    for choice in ("auto", "required", {"type": "function", "name": "get_weather"}):
+        found = chat("weather", tools=[WEATHER], tool_choice=choice)
+        assert found["message"]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
+    other = {"type": "function", "name": "other"}
+    assert "tool_choice must name" in chat("weather", tools=[WEATHER], tool_choice=other)
+    body = {"model": MODEL, "prompt": "count", "max_tokens": 3, "stop": [], "stream": False}
+    assert server.http.post("/api/generate", json=body).json()["eval_count"] == 3
 
 
 def test_generate(client: Any) -> None:
@@ -115,6 +149,7 @@ def test_models(client: Any) -> None:
     [
         ({"model": "other"}, "does not exist"),
         ({"options": {"mirostat": 2}}, "options.mirostat is not supported"),
+        ({"options": {"num_predict": 2.5}}, "options.num_predict: expected int, got float"),
         ({"options": {"num_ctc": 2}}, "unknown option: options.num_ctc"),
         ({"options": {"temperature": "hot"}}, "options.temperature"),
         ({"options": {"temperature": -1}}, "temperature"),

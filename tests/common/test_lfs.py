@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from weft.common.errors import ConfigError
-from weft.common.lfs import is_pointer, read_model_file, read_model_text, refuse_pointer
+from weft.common.lfs import (
+    is_pointer,
+    read_model_file,
+    read_model_text,
+    refuse_broken_links,
+    refuse_pointer,
+)
 
 OID = "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
 POINTERS = {
@@ -53,3 +59,16 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         (tmp_path / "pointer").write_text(POINTERS["today"])
         with pytest.raises(ConfigError, match="Git LFS pointer"):
             read(tmp_path / "pointer")
+
+
+@pytest.mark.parametrize("name", ["config.json", "chat_template.jinja", "tokenizer.model", "merges.txt"])
+def test_links_to_missing_files_are_named(tmp_path: Path, name: str) -> None:
+    """A copy of a snapshot folder of the hub's cache without the folder blobs has such links only."""
+    (tmp_path / "README.md").symlink_to("../../blobs/0a")  # no file of the model
+    (tmp_path / "real").write_text("{}")
+    (tmp_path / "generation_config.json").symlink_to("real")
+    refuse_broken_links(tmp_path)
+    refuse_broken_links(tmp_path / "absent")
+    (tmp_path / name).symlink_to("../../blobs/0b")
+    with pytest.raises(ConfigError, match=rf"{name} .* is a link to .*blobs/0b, which does not exist"):
+        refuse_broken_links(tmp_path)

@@ -244,7 +244,9 @@ def test_other_models_are_not_suggested(tmp_path: Path) -> None:
     ],
 )
 def test_architectures_by_other_names(tmp_path: Path, fields: dict[str, Any], architecture: str) -> None:
-    assert _load(tmp_path, **fields).architecture == architecture
+    spec = _load(tmp_path, **fields)
+    assert spec.architecture == architecture
+    assert spec.classify is None
 
 
 def test_every_model_type_means_an_architecture_that_exists() -> None:

@@ -208,6 +208,8 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("- a\n- b", "must be a flat mapping"),
         ("just words", "must be a flat mapping"),
         ("a: [1", "is not valid YAML"),
+        ("port:", "port must be an integer of at least 0 and at most 65535, and the given value is empty"),
+        ("port: 1\n---\nport: 2", "expected a single document in the stream, but found another document"),
         ("model: !!python/object/apply:os.system [ls]", "is not valid YAML"),
     ],
 )

@@ -219,6 +219,11 @@ def test_an_adapter_is_no_model(change: Callable[[Path], None], folder: Path) ->
         load_spec(str(folder))
 
 
+def test_a_link_to_a_missing_file_is_no_missing_file(folder: Path) -> None:
+    (folder / "generation_config.json").symlink_to("../../blobs/0a")
+    assert "generation_config.json of the model is a link to ../../blobs/0a, which does not" in told(folder)
+
+
 def test_a_model_that_keeps_its_adapter_is_one(folder: Path) -> None:
     _lora(folder)
     assert load_spec(str(folder)).family == "declared"

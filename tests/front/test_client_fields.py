@@ -131,6 +131,13 @@ def test_budgets_of_reasoning(reader: Reader, fields: dict[str, Any]) -> None:
     assert chat(reader, **fields).thinking_budget == 7
 
 
+def test_fields_of_mistrals_clients(reader: Reader) -> None:
+    assert chat(reader, random_seed=7, safe_prompt=False).params.seed == 7
+    assert chat(reader, random_seed=7, seed=7).params.seed == 7
+    assert refused(reader, random_seed=7, seed=8) == "random_seed"
+    assert refused(reader, safe_prompt=True) == "safe_prompt"
+
+
 def test_budgets_that_differ_or_are_none(reader: Reader) -> None:
     assert refused(reader, max_thinking_tokens=7, thinking_budget=8) == "thinking_budget"
     assert refused(reader, max_thinking_tokens=-2) == "max_thinking_tokens"
@@ -423,6 +430,13 @@ def test_an_empty_result_may_have_no_content(tooled: Reader) -> None:
         result = {"type": "function_call_output", "call_id": "c", **more}
         job = READERS["responses"](tooled, {"input": [HELLO, call, result]})
         assert job.prompts == plain.prompts
+
+
+def test_a_list_without_parts_is_empty_text(tooled: Reader) -> None:
+    for role in ("system", "user", "assistant"):
+        empty, listed = ({"role": role, "content": content} for content in ("", []))
+        wanted = chat(tooled, messages=[HELLO, empty, HELLO])
+        assert chat(tooled, messages=[HELLO, listed, HELLO]).prompts == wanted.prompts
 
 
 @pytest.mark.parametrize(

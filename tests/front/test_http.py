@@ -134,6 +134,7 @@ def test_unknown_models(fake: Any) -> None:
     for answer in (fake.http.get("/v1/models/x"), fake.chat(model="x"), fake.complete(model="x")):
         assert answer.status_code == 404
         assert error_of(answer)["code"] == "model_not_found"
+        assert error_of(answer)["message"].endswith("GET /v1/models lists the models")
 
 
 @pytest.mark.requirement("F8")

@@ -70,7 +70,8 @@ def test_reasoning_text_and_calls_in_their_order() -> None:
     ]
     assert blocks[0]["thinking"] == "ab"
     assert blocks[0]["signature"]
-    assert blocks[1] == {"type": "text", "text": "cd", "citations": None}
+    # Anthropic's schema requires the field, and Vercel's AI SDK refuses null.
+    assert blocks[1] == {"type": "text", "text": "cd", "citations": []}
     called = {"type": "tool_use", "id": "c0", "name": "f", "input": {"a": 1}, "caller": {"type": "direct"}}
     assert blocks[2] == called
     assert blocks[3]["input"] == {}

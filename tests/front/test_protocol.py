@@ -69,6 +69,13 @@ def test_a_body_that_is_no_json_says_where() -> None:
     for body, why in (
         (b'{"model": x}', "byte 10"),
         (b'{"model"', "truncated"),
+        (b"", "the body is empty"),
+        (b" \n", "the body is empty"),
+        (b'{"user": "\\ud83d", "n": 1}', r"surrogate pair \(byte 16\)"),
+        (b'{"user": "x\\ud83d"}', r"surrogate pair \(byte 11\)"),
+        (b'{"messages": [{"content": "x\\uD83Da"}]}', r"surrogate pair \(byte 28\)"),
+        (b'{"user": "x\\ud83d', "truncated"),
+        (b'{"user": "x\\ud83d\\ude', "truncated"),
         (b'{"model": 1e999}', "range"),
         (b'{"a": "\xff"}', "UTF-8"),
     ):

@@ -119,6 +119,7 @@ def test_each_request_goes_to_the_model_that_it_names(start: Start) -> None:
     assert server.http.get("/ready").json() == {"status": "ready"}
     unknown = chat("c")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    assert unknown.json()["error"]["message"].endswith("GET /v1/models lists the models")
     missing = chat(None)
     assert missing.status_code == 400
     assert missing.json()["error"]["message"] == "model is required: this server has the models a, b"

@@ -141,7 +141,7 @@ def test_variables_must_be_json(chatml: ChatFormat, kwargs: Any) -> None:
         ([{"role": ["user"], "content": "x"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([user("ok"), user(None)], "messages[1].content"),
-        ([user([])], "messages[0].content"),
+        ([user({})], "messages[0].content"),
         ([user([{"type": "image_url", "image_url": {"url": "x"}}])], "messages[0].content"),
         ([user([{"type": "text"}])], "messages[0].content"),
         ([user("\ud800")], "messages[0].content"),
@@ -299,3 +299,27 @@ def test_the_files_template_wins_over_the_configs(folders: dict[str, Path], tmp_
     folder = copytree(folders["byte_level"], tmp_path / "model")
     (folder / "chat_template.jinja").write_text("file {{ messages[0].content }}")
     assert TextModel.load(folder).chat.encode([user("x")]).text == "file x"
+
+
+@pytest.mark.parametrize("blank", ["", " \n"])
+def test_a_blank_template_is_none(blank: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Base models are published with an empty template. The next file with a template is read."""
+    folder = copytree(folders["byte_level"], tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": blank}))
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        TextModel.load(folder).chat.encode([user("x")])
+    for value in ("json {{ messages[0].content }}", {"default": "json {{ messages[0].content }}"}):
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": value}))
+        assert TextModel.load(folder).chat.encode([user("x")]).text == "json x"
+    (folder / "chat_template.jinja").write_text(blank)
+    assert TextModel.load(folder).chat.encode([user("x")]).text == "json x"
+    with pytest.raises(ConfigError, match="--chat-template names an empty file"):
+        TextModel.load(folder, folder / "chat_template.jinja")
+
+
+def test_a_template_that_shows_nothing_is_named(all_tokenizers: dict[str, Tokenizer]) -> None:
+    chat = ChatFormat(all_tokenizers["words"], "{% if tools %}{{ messages[0].content }}{% endif %}")
+    with pytest.raises(InvalidRequest, match="chat template makes an empty prompt") as caught:
+        chat.encode([user("x")])
+    assert caught.value.param == "messages"

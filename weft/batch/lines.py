@@ -189,8 +189,10 @@ def _checked(data: bytes, number: int, checks: Checks, known: set[str]) -> Batch
     if line.body.get("stream"):
         return wrong("stream_not_supported", "stream must be false in a batch", "body.stream")
     model = model_of(line.body, checks.default_model)
-    if not isinstance(model, str) or not checks.has_model(model):
-        return wrong("model_not_found", "the server does not serve this model", "body.model")
+    if not isinstance(model, str):
+        return wrong("model_not_found", "the line must name a model of the server", "body.model")
+    if not checks.has_model(model):
+        return wrong("model_not_found", f"the server does not serve the model {model[:64]!r}", "body.model")
     known.add(line.custom_id)
     return line
 

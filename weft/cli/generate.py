@@ -85,6 +85,10 @@ def generate(words: tuple[str, ...], chat: bool | None, **given: Any) -> int:
     log.configure(config.front.log_level)
     if prompts in ([], ["-"]):
         prompts = [_read_prompt(model, asked=prompts == ["-"])]
+    try:
+        "".join(prompts).encode()
+    except UnicodeEncodeError:
+        raise ConfigError("the PROMPT is not UTF-8 text") from None
     return asyncio.run(_answer(config, prompts, params, chat))
 
 
@@ -97,7 +101,8 @@ def _read_prompt(model: str | None, asked: bool) -> str:
     if asked or not sys.stdin.isatty():
         try:
             prompt = sys.stdin.read().rstrip("\n")
-        except UnicodeDecodeError:
+            prompt.encode()  # in the C locale Python reads wrong bytes as surrogates
+        except UnicodeError:
             raise ConfigError("standard input is not UTF-8 text") from None
         if prompt.strip():
             return prompt

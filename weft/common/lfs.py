@@ -1,10 +1,11 @@
-"""Small files of a model, and Git LFS pointers.
+"""Small files of a model, Git LFS pointers, and links to missing files.
 
 A pointer is a small text file in place of a large file until ``git lfs pull`` fetches the content.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from weft.common.errors import ConfigError
@@ -13,6 +14,8 @@ _FIRST_LINES = (b"version https://git-lfs.github.com/spec/", b"version https://h
 """First lines of the current form and of the oldest form."""
 _LONGEST = 1024
 """Pointers have fewer bytes. Larger files are real."""
+_SMALL_FILES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+"""Suffixes of the files of a model that are optional, or that have an alternative."""
 
 
 def is_pointer(path: Path) -> bool:
@@ -34,6 +37,21 @@ def refuse_pointer(path: Path, param: str | None = None) -> None:
             "download the model again with `hf download`",
             param=param,
         )
+
+
+def refuse_broken_links(folder: Path, param: str | None = None) -> None:
+    """Raise ConfigError with the name of a small file in ``folder`` that is a link to a missing file.
+
+    A missing optional file has defaults. A broken link would silently have the same defaults, for example
+    other ends of text. Such links remain when a snapshot of the hub's cache is copied without its blobs.
+    """
+    for path in sorted(folder.glob("*")):
+        if path.suffix in _SMALL_FILES and path.is_symlink() and not path.exists():
+            raise ConfigError(
+                f"{path.name} of the model is a link to {os.readlink(path)}, which does not exist: copy the "
+                "folder with the files behind the links (cp -rL), or download the model again",
+                param=param,
+            )
 
 
 def read_model_file(path: Path, param: str | None = None) -> bytes:

@@ -86,6 +86,8 @@ def load_yaml(path: str | Path, name: str, param: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         # The loader makes dates and numbers of scalars; Python's errors for these have no line.
         problem = getattr(error, "problem", None) or str(error)
+        if problem.startswith("but "):  # the second half of a sentence
+            problem = f"{getattr(error, 'context', None)}, {problem}"
         if isinstance(error, UnicodeDecodeError):
             problem = "not UTF-8 text"
         mark = getattr(error, "problem_mark", None)

@@ -140,6 +140,8 @@ class Setting:
     def _refused(self, value: Any, label: str) -> ConfigError:
         """Return the error for a bad value, without the value if the setting is a secret."""
         shown = "" if self.name in _SECRET else f", not {str(value)[:80]!r}"
+        if value is None or not str(value).strip():
+            shown = ", and the given value is empty"
         return ConfigError(f"{label} must be {self.takes}{shown}", param=self.flag)
 
     def _one(self, value: Any, label: str) -> Any:

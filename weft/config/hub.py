@@ -11,6 +11,7 @@ from pathlib import Path
 from weft.common import env
 from weft.common.errors import ConfigError
 from weft.common.folder import expanded
+from weft.common.lfs import refuse_broken_links
 from weft.common.spelling import misspelt
 from weft.config.families.load import refuse_unserved
 from weft.gguf.checkpoint_folder import check_tokenizer, checkpoint_folder, find_gguf
@@ -85,7 +86,7 @@ def resolve_model_path(
 
 def _local_folder(name: str) -> str | None:
     """Return the folder of a local model: a folder, or the converted folder of a GGUF file. None for another
-    name. Raise ConfigError for a path that cannot be read, and for another file."""
+    name. Raise ConfigError for a path that cannot be read, for another file, and for broken links."""
     path = expanded(name)
     try:
         if not path.is_dir() and path.suffix != ".gguf":
@@ -99,6 +100,8 @@ def _local_folder(name: str) -> str | None:
         found = find_gguf(path)
     except OSError as error:  # a folder without permission, or a name that is too long
         raise ConfigError(f"{name[:200]!r} cannot be read: {error.strerror}", param="--model") from None
+    if found is None:
+        refuse_broken_links(path, "--model")
     # A GGUF file is converted once; afterwards the converted folder is used.
     return str(path) if found is None else checkpoint_folder(found)
 

@@ -241,8 +241,12 @@ class ChatFormat:
 
     def _check_shown(self, shown: Sequence[ShownPart], ids: list[int]) -> None:
         """Raise InvalidRequest unless ``ids`` contain the placeholder of each image and frame group once, in
-        order.
+        order. Raise InvalidRequest for empty ``ids``.
         """
+        if not ids:
+            raise InvalidRequest(
+                "the model's chat template makes an empty prompt of these messages", param="messages"
+            )
         rules = self._images
         if not shown:
             return

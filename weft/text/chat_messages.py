@@ -191,8 +191,6 @@ def _check_field(
         if role == "assistant" and isinstance(value, list):
             value, reasoning = without_reasoning(value)
             _add_reasoning(fields, reasoning, f"{where}.content")
-            value = value or ""
-        value = "" if role == "tool" and value == [] else value  # a result without content
         fields["content"] = _content(value, f"{where}.content", shows)
     elif key == "name" and isinstance(value, str):
         check_text(value, f"{where}.name")
@@ -268,12 +266,17 @@ def _check_call(call: Any, where: str) -> CallMade:
 
 
 def _content(content: Any, where: str, shows: Shows | None) -> tuple[Part, ...]:
-    """Return the content as checked parts; a string becomes one text part. Raises InvalidRequest."""
+    """Return the content as checked parts; a string becomes one text part, and no part is empty text.
+
+    Raises InvalidRequest.
+    """
     if isinstance(content, str):
         check_text(content, where)
         return (TextPart(content),)
-    if not isinstance(content, list) or not content:
+    if not isinstance(content, list):
         raise InvalidRequest(f"{where} must be a string or a list of parts", param=where)
+    if not content:
+        return (TextPart(""),)
     return tuple(_part(part, f"{where}[{number}]", where, shows) for number, part in enumerate(content))
 
 

@@ -80,12 +80,14 @@ class TextModel:
 def _read_template(path: str | Path) -> str:
     """Return the text of a template file.
 
-    Raises ConfigError if the file is unreadable or does not compile.
+    Raises ConfigError if the file is unreadable, empty, or does not compile.
     """
     try:
         source = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         raise ConfigError("--chat-template must name a readable text file", param="chat_template") from None
+    if not source.strip():
+        raise ConfigError("--chat-template names an empty file", param="chat_template")
     try:
         ChatTemplate(source)
     except InvalidRequest as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,28 +135,31 @@ def _eos_ids(root: Path) -> tuple[int, ...]:
 def _chat_template(root: Path, config: dict[str, Any]) -> str | None:
     """Return the chat template, or None. A template for tools is a part of the result.
 
-    The order of preference: chat_template.jinja (with the folder additional_chat_templates), the field in
-    tokenizer_config.json, chat_template.json, processor_config.json. Raises ConfigError for an unreadable
-    file, a Git LFS pointer or invalid JSON.
+    The first file of ``_templates`` with a default template counts. A blank template is none: some base
+    models have one. Raises ConfigError for an unreadable file, a Git LFS pointer or invalid JSON.
     """
+    for value in _templates(root, config):
+        # One template, an object of named templates, or a list [{"name": ..., "template": ...}].
+        entries = value if isinstance(value, list) else [{"name": _DEFAULT, "template": value}]
+        listed = {str(one.get("name")): one.get("template") for one in entries if isinstance(one, dict)}
+        named = value if isinstance(value, dict) else listed
+        default, tools = named.get(_DEFAULT), named.get(_TOOLS)
+        if isinstance(default, str) and default.strip():
+            return with_tools(default, tools) if isinstance(tools, str) else default
+    return None
+
+
+def _templates(root: Path, config: dict[str, Any]) -> Iterator[Any]:
+    """Yield the templates of each file as written, in the order of preference: chat_template.jinja (with the
+    folder additional_chat_templates), tokenizer_config.json, chat_template.json, processor_config.json."""
     path = root / "chat_template.jinja"
-    named: dict[Any, Any]
     if path.is_file():
         tools = root / "additional_chat_templates" / f"{_TOOLS}.jinja"
         named = {_DEFAULT: read_model_text(path)}
-        named |= {_TOOLS: read_model_text(tools)} if tools.is_file() else {}
-    else:
-        value = config.get("chat_template")
-        if value is None:
-            files = ("chat_template.json", "processor_config.json")
-            value = next((v for name in files if (v := _read_json(root, name).get("chat_template"))), None)
-        # Named templates are [{"name": ..., "template": ...}].
-        entries = value if isinstance(value, list) else [{"name": _DEFAULT, "template": value}]
-        named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
-    default, tools_template = named.get(_DEFAULT), named.get(_TOOLS)
-    if not isinstance(default, str):
-        return None
-    return with_tools(default, tools_template) if isinstance(tools_template, str) else default
+        yield named | ({_TOOLS: read_model_text(tools)} if tools.is_file() else {})
+    yield config.get("chat_template")
+    for name in ("chat_template.json", "processor_config.json"):
+        yield _read_json(root, name).get("chat_template")
 
 
 def with_tools(default: str, tools: str) -> str:

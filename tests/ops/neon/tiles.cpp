@@ -108,8 +108,8 @@ void check_bytes() {
     const ByteRows& x = given.rows;
     float made[kByteTile * kBlock], totals[kByteTile * kBlock];
     for (int rows = 1; rows <= kByteTile; ++rows) {
-      byte_tiles<float>[rows - 1](x.codes, x.depth, 0, x.steps, x.sums, w.data(), inputs, finish, {true, true, totals},
-                                  made, kBlock, {w.data(), 0, INT64_MAX});
+      byte_tiles<float>[rows - 1](x.codes, x.stride(), 0, x.steps, x.sums, w.data(), inputs, finish, {true, true, totals}, made,
+                                  kBlock, {w.data(), 0, INT64_MAX});
       for (int i = 0; i < rows * kBlock; ++i) {
         int32_t sum = 0;
         for (int64_t k = 0; k < given.depth; ++k)
@@ -137,8 +137,7 @@ void check_nibbles() {
     const Finish finish{};
     float made[kNibbleTile * kBlock];
     for (int rows = 1; rows <= kNibbleTile; ++rows) {
-      nibble_tiles<float>[rows - 1](x.codes, x.depth, 0, x.steps, x.sums, x.rows, w.data(), groups, finish, made,
-                                    kBlock);
+      nibble_tiles<float>[rows - 1](x.codes, x.stride(), 0, x.steps, x.sums, x.rows, w.data(), groups, finish, made, kBlock);
       for (int i = 0; i < rows * kBlock; ++i) {
         const int row = i / kBlock, column = i % kBlock;
         float total = 0.0f;

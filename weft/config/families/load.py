@@ -230,7 +230,11 @@ def refuse_unserved(folder: Path, model_impl: str = "auto") -> None:
 def _classifies(config: Mapping[str, Any]) -> bool:
     """Return True if the architecture has the matrix ``score.weight`` in place of an output head."""
     names = config.get("architectures")
-    return isinstance(names, list) and all(isinstance(n, str) and n.endswith(CLASSIFIES) for n in names)
+    return (
+        bool(names)
+        and isinstance(names, list)
+        and all(isinstance(n, str) and n.endswith(CLASSIFIES) for n in names)
+    )
 
 
 def _quantized(facts: Facts, path: Path) -> QuantizedSpec | None:

@@ -15,7 +15,8 @@ StopReason = Literal[
 class OpenTextBlock(msgspec.Struct, kw_only=True):
     type: Literal["text"] = "text"
     text: str
-    citations: None = None
+    citations: tuple[()] = ()
+    """Always empty, and never null: Vercel's AI SDK refuses null, and Anthropic's schema a missing field."""
 
 
 class OpenThinkingBlock(msgspec.Struct, kw_only=True):

@@ -69,7 +69,8 @@ class OllamaShape(AnswerShape):
     def whole(self, usage: Usage) -> Iterator[bytes]:
         """Yield the whole answer as one piece of JSON."""
         calls = [self._call(number, call) for number, call in enumerate(self._output.calls) if call.whole]
-        made = self._line(self._output.content, self._output.reasoning, calls)
+        reasoning = self._output.reasoning if self._asked.include_reasoning else ""
+        made = self._line(self._output.content, reasoning, calls)
         choice = self._generation.choices[0]
         if choice.logprobs is not None:
             made.logprobs = self._logprobs(choice.token_ids, choice.logprobs)

@@ -118,6 +118,8 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     stop_in: StopIn | None = None
     """Scope of stop strings: content only (the default), or the whole output."""
+    random_seed: int | None = None
+    """Alias of ``seed`` in Mistral's API."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -146,6 +148,8 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
                     "max_tokens and max_completion_tokens are different; send only one of the two",
                     param="max_tokens",
                 )
+        if self.random_seed is not None and self.seed not in (None, self.random_seed):
+            raise InvalidRequest("seed and random_seed are different; send only one", param="random_seed")
         check_metadata(self.metadata)
 
     def _check_prompt(self) -> None:
@@ -207,6 +211,8 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
         more: dict[str, Any] = {}
         if self.max_completion_tokens is not None:
             more["max_tokens"] = self.max_completion_tokens
+        if self.random_seed is not None:
+            more["seed"] = self.random_seed
         if self.logprobs:
             more["logprobs"] = self.top_logprobs or 0
         if self.stop_in is not None:

@@ -124,6 +124,7 @@ CHAT_NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "thinking_budget_tokens": is_one_of(-1),
     "separate_reasoning": is_one_of(True),
     "stream_reasoning": is_one_of(True),
+    "safe_prompt": is_one_of(False),
 }
 """Values without effect in chat. A budget of -1 means no limit."""
 

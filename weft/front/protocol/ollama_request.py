@@ -87,10 +87,22 @@ class _Generates(OllamaBody, frozen=True, kw_only=True):
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    # Fields of OpenAI's API beside ``options``, as Vercel's AI SDK (ollama-ai-provider-v2) sends them. Ollama
+    # drops them. Here they have their meaning, and a field of ``options`` wins.
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    max_output_tokens: int | None = None
 
     def common(self) -> dict[str, Any]:
         """Return the fields common to both kinds of OpenAI's bodies. Raises InvalidRequest."""
         made: dict[str, Any] = {"model": self.model, "stream": self.stream is not False}
+        most = self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
+        beside = {name: getattr(self, name) for name in _BESIDE} | {"max_tokens": most}
+        made |= {name: value for name, value in beside.items() if value is not None}
         made |= sampling_of(self.options or {})
         if isinstance(self.format, str) and self.format != "json":
             raise InvalidRequest('format must be "json" or a JSON schema', param="format")
@@ -119,6 +131,8 @@ class OllamaChat(_Generates, frozen=True, kw_only=True):
 
     messages: list[_Message] | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    """As in chat completions or in Responses. Ollama has no such field, but clients send the field."""
 
     @property
     def empty(self) -> bool:
@@ -130,6 +144,10 @@ class OllamaChat(_Generates, frozen=True, kw_only=True):
         made = {**self.chat(), "messages": messages_of(self.messages or [])}
         if self.tools:
             made["tools"] = self.tools
+        if self.tool_choice is not None:
+            named = isinstance(self.tool_choice, dict) and self.tool_choice.get("name")
+            function = {"type": "function", "function": {"name": named}}
+            made["tool_choice"] = function if named else self.tool_choice
         return made
 
 
@@ -216,6 +234,7 @@ _SAME = {
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int,
     "presence_penalty": float, "frequency_penalty": float, "stop": str | list[str],
 }
+_BESIDE = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "stop")
 _NO_EFFECT = frozenset((
     "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only",
     "use_mmap", "use_mlock", "embedding_only", "num_thread", "num_keep", "numa",
@@ -235,6 +254,8 @@ def sampling_of(options: Mapping[str, Any]) -> dict[str, Any]:
         where = f"options.{printable(name, 40)}"
         if value is None or name in _NO_EFFECT or value in _NEUTRAL.get(name, ()):
             continue
+        # Ollama's server reads every number as a float.
+        value = int(value) if isinstance(value, float) and value.is_integer() else value
         if name in _SAME:
             made[name] = convert(where, value, _SAME[name])
         elif name == "num_predict":

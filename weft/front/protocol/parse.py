@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import codecs
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from weft.common.errors import InvalidRequest
+from weft.common.errors import InvalidRequest, NotFound
 from weft.front.protocol.type_walk import values_at, without_nulls
 
+_LONE_HALF = re.compile(rb"""\\u[dD][89abAB][0-9a-fA-F]{2}[^\\"]{0,4}"[^\\]{0,4}\Z""")
+"""First half of a surrogate pair without a second half, in the last string of a body."""
 MAX_NAME = 512
 """Maximum characters of a model name, a user, a metadata key or value."""
 
@@ -54,7 +57,7 @@ def decode(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
     except msgspec.MsgspecError as error:
-        why = _reason(error).removeprefix("jSON is malformed: ")
+        why = _malformed(error, body)
         raise InvalidRequest(f"the body is not valid JSON: {why}", code="invalid_json") from None
     except ValueError:
         raise InvalidRequest(
@@ -63,6 +66,18 @@ def decode(body: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
     return data
+
+
+def _malformed(error: msgspec.MsgspecError, body: bytes) -> str:
+    """Return why ``body`` is not valid JSON."""
+    why = _reason(error).removeprefix("jSON is malformed: ")
+    if "truncated" not in why:
+        return why
+    if not body.removeprefix(codecs.BOM_UTF8).strip():
+        return "the body is empty"
+    # Clients cut texts inside an emoji. The parser calls a lone half near the end truncated.
+    half = _LONE_HALF.search(body, max(0, len(body) - 16))
+    return why if half is None else f"unexpected end of escaped utf-16 surrogate pair (byte {half.start()})"
 
 
 def make(data: Mapping[str, Any], cls: type[B]) -> B:
@@ -147,6 +162,15 @@ def _choices(error: msgspec.ValidationError, target: Any) -> str:
 def missing(name: str) -> InvalidRequest:
     """Return the error for a request without the parameter ``name``."""
     return InvalidRequest(f"{name} is required", param=name, code="missing_required_parameter")
+
+
+def unknown_model(name: str) -> NotFound:
+    """Return the error for a model that the server does not have, or that the client's key may not use."""
+    return NotFound(
+        f"the model {printable(name, 64)} does not exist here; GET /v1/models lists the models",
+        param="model",
+        code="model_not_found",
+    )
 
 
 def printable(text: str, limit: int) -> str:

@@ -34,7 +34,7 @@ from weft.config.resolved import EngineConfig
 from weft.control.links.links import Links
 from weft.front.monitoring.adapter_metrics import AdapterMetrics
 from weft.front.monitoring.metrics import Metrics
-from weft.front.protocol.parse import printable
+from weft.front.protocol.parse import printable, unknown_model
 from weft.front.requests.adapter_spread import POLL_S, Spread, wanted_of
 from weft.front.requests.reading import Job
 from weft.front.siblings import Siblings
@@ -213,9 +213,7 @@ class Adapters:
         if found is None and self.unloaded(model):
             raise AdapterAbsent(self._without_base(model))
         if found is None:
-            raise NotFound(
-                f"the model {printable(model, 64)} does not exist here", param="model", code="model_not_found"
-            )
+            raise unknown_model(model)
         self._used[found.name] = time.monotonic()
         if not any(one.alive and one.has_adapter(found.digest) for one in self._links.instances):
             raise Unavailable(f"no engine has loaded the adapter {found.name!r} yet; try again later")

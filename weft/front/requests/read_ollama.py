@@ -59,8 +59,15 @@ def _generates(reader: Reader, asked: OllamaChat | OllamaGenerate) -> Job:
     asked = _served(reader, asked)
     raw = isinstance(asked, OllamaGenerate) and asked.raw
     try:
-        body = msgspec.json.encode(asked.openai())
-        return (reader.completions if raw else reader.chat)(body, clip=True)
+        made = asked.openai()
+        try:
+            return (reader.completions if raw else reader.chat)(msgspec.json.encode(made), clip=True)
+        except InvalidRequest as error:
+            # Some clients send ``think: false`` by default. A model that cannot stop thinking thinks unseen.
+            if error.param != "enable_thinking":
+                raise
+            unseen = {**made, "enable_thinking": None, "include_reasoning": False}
+            return reader.chat(msgspec.json.encode(unseen), clip=True)
     except InvalidRequest as error:
         raise renamed(error, NAMES) from None
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from weft.common.errors import ContextLength, DeadlineExceeded, InvalidRequest, NotFound
+from weft.common.errors import ContextLength, DeadlineExceeded, InvalidRequest
 from weft.front.protocol.chat_request import ChatRequest, conversation_of
 from weft.front.protocol.completions_request import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from weft.front.protocol.conversation import AnswerOptions, Conversation, Sharing
@@ -30,7 +30,7 @@ from weft.front.protocol.enforceable_schemas import (
 )
 from weft.front.protocol.generate_request import form_of
 from weft.front.protocol.named import Named
-from weft.front.protocol.parse import parse, printable
+from weft.front.protocol.parse import parse, unknown_model
 from weft.front.protocol.turns import renamed, shows_system_inside, shows_users_apart
 from weft.front.requests.proofs import Grammars, NeedsProof
 from weft.grammar.backends.checks import check_tree
@@ -464,8 +464,7 @@ def takes_too_long(param: str) -> InvalidRequest:
 def check_model(name: str, names: Sequence[str]) -> None:
     """Raise NotFound unless ``name`` is served."""
     if name not in names:
-        shown = printable(name, 64)
-        raise NotFound(f"the model {shown} does not exist here", param="model", code="model_not_found")
+        raise unknown_model(name)
 
 
 Check = Callable[[Grammar, str], None]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 
 from weft.common.clock import SystemClock
-from weft.common.errors import ConfigError, InvalidRequest, NotFound, Overloaded, Unavailable, WeftError
+from weft.common.errors import ConfigError, InvalidRequest, Overloaded, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.config.sections.front_section import FrontSection
@@ -35,7 +35,7 @@ from weft.front.monitoring.front_tables import LATENCY_BOUNDS
 from weft.front.monitoring.load_history import EngineState
 from weft.front.monitoring.metrics import Metrics
 from weft.front.protocol.ollama_request import LATEST
-from weft.front.protocol.parse import printable
+from weft.front.protocol.parse import unknown_model
 from weft.front.requests.models.named_model import KeyModels, NamedModel, named_in
 from weft.front.requests.served_model import ServedModel, card_of_model
 from weft.front.requests.weight_updates import UpdatesState
@@ -319,7 +319,7 @@ class SeveralModels:
             raise InvalidRequest(f"model is required: this server has the models {names}", param="model")
         slot = self._slot(asked.model)
         if slot is None or slot not in allowed:
-            raise self._unknown(asked.model)
+            raise unknown_model(asked.model)
         return slot
 
     def _slot(self, name: str) -> Slot | None:
@@ -335,10 +335,6 @@ class SeveralModels:
             if slot.model is not None and name in slot.model.adapters.names:
                 return slot
         return None
-
-    def _unknown(self, name: str) -> NotFound:
-        shown = printable(name, 64)
-        return NotFound(f"the model {shown} does not exist here", param="model", code="model_not_found")
 
     async def _up(self, slot: Slot) -> bool:
         """Wait until the model admits requests. Return True if the request waited: then the table still
@@ -551,7 +547,7 @@ class SeveralModels:
     def _known(self, name: str) -> Slot:
         slot = self._names.get(name)
         if slot is None:
-            raise self._unknown(name)
+            raise unknown_model(name)
         return slot
 
     # -- the table ----------------------------------------------------------------------------------

@@ -540,7 +540,7 @@ void run_bytes(const Product<X, Out>& product, const uint8_t* w, const Finish& f
   if (nibbles) {
     for (int64_t row = begin; row < end;) {
       const int64_t left = end - row, rows = divide_up(left, divide_up(left, kNibbleTile)), at = row - x.first;
-      nibble_tiles<Out>[rows - 1](x.codes + x.at(at, 0), x.stride(), x.to_low(0), x.steps + at, x.sums + at, x.rows, w,
+      nibble_tiles<Out>[rows - 1](x.codes + x.at(at, 0), x.stride(), x.to_low(), x.steps + at, x.sums + at, x.rows, w,
                                   x.depth / kByteTileDepth, finish, out, product.out_stride);
       row += rows, out += rows * product.out_stride;
     }
@@ -553,7 +553,7 @@ void run_bytes(const Product<X, Out>& product, const uint8_t* w, const Finish& f
     const int64_t left = end - row, rows = divide_up(left, divide_up(left, kByteTile)), at = row - x.first;
     for (int64_t number = 0, k = 0; number < groups; ++number, k += x.group) {
       const ByteGroup group{number == 0, number + 1 == groups, totals};
-      byte_tiles<Out>[rows - 1](x.codes + x.at(at, k), x.stride(), x.to_low(k), x.steps + number * x.rows + at,
+      byte_tiles<Out>[rows - 1](x.codes + x.at(at, k), x.stride(), x.to_low(), x.steps + number * x.rows + at,
                                 x.sums + number * x.rows + at, w + k / kByteDepth * kByteStep,
                                 std::min(x.group, inputs - k), finish, group, out, product.out_stride, ahead.take(w));
     }

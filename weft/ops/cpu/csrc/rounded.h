@@ -16,7 +16,7 @@
 //              Nibbles: columns 0 to 15 in the low halves, columns 16 to 31 in the high halves. 64 k of nibbles are
 //              preceded by 32 scales (float32) and 32 zero points (bytes)
 //   rows       codes, with zeros behind the last k, row after row; for AMX tiles: [16 rows][64 k][row of the 16][64].
-//              16 bits: the high bytes of a group, then the low bytes of the group
+//              16 bits: the high bytes of a row, then the low bytes
 //
 // Bytes of weights are unsigned, because vpdpbusd needs one unsigned operand; the sum of a row's codes corrects for the
 // offset. Sums have 32 bits and are exact up to 65,000 inputs of a group: |code * byte| is at most 127 * 255 per input.
@@ -63,11 +63,11 @@ struct ByteRows {
   int32_t* sums = nullptr;       // [groups, rows], sums of codes
 
   int64_t stride() const { return depth * bytes; }
-  // Bytes from the high to the low bytes of the group at `k`; 0 for codes of one byte.
-  int64_t to_low(int64_t k) const { return bytes == 2 ? std::min(group, depth - k) : 0; }
-  // Offset of k `k`, a multiple of 64, of row `row`. Codes of two bytes: k begins a group.
+  // Bytes from the high to the low bytes of a row; 0 for codes of one byte.
+  int64_t to_low() const { return bytes == 2 ? depth : 0; }
+  // Offset of k `k`, a multiple of 64, of row `row`.
   int64_t at(int64_t row, int64_t k) const {
-    if (!tiles) return row * stride() + k * bytes;
+    if (!tiles) return row * stride() + k;
     return row / kByteTileRows * kByteTileRows * depth + k * kByteTileRows + row % kByteTileRows * kByteTileDepth;
   }
 };
@@ -245,8 +245,8 @@ void round_rows(const Rounding& of, const X* x, int64_t x_stride, uint8_t* memor
       const Steps steps(largest, of.bytes);
       int32_t sum = 0;
       for (int64_t k = begin; k < until; k += kByteTileDepth) {
-        int8_t* const to = made.codes + (of.bytes == 2 ? made.at(row, begin) + k - begin : made.at(row, k));
-        int8_t* const low = to + made.to_low(begin);
+        int8_t* const to = made.codes + made.at(row, k);
+        int8_t* const low = to + made.to_low();
         if (steps.inverse == 0.0f)
           std::memset(to, 0, kByteTileDepth), std::memset(low, 0, kByteTileDepth);
         else if (of.bytes == 2)
@@ -281,7 +281,6 @@ inline ByteSums dot_bytes(ByteSums sum, __m512i x, __m512i w) {
 #endif
 }
 inline ByteSums read_sums(const int32_t* from) { return _mm512_loadu_si512(from); }
-inline ByteSums times_256(ByteSums x) { return _mm512_slli_epi32(x, 8); }
 inline __m512i load_bytes(const uint8_t* w) { return _mm512_loadu_si512(w); }
 inline __m512i low_halves(__m512i w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 inline __m512i high_halves(__m512i w) { return low_halves(_mm512_srli_epi16(w, 4)); }
@@ -312,7 +311,6 @@ inline ByteSums dot_bytes(ByteSums sum, int32_t x, ByteWords w) {
   return sum;
 }
 inline ByteSums read_sums(const int32_t* from) { return load_as<ByteSums>(from); }
-inline ByteSums times_256(ByteSums x) { return x * 256; }
 inline ByteWords load_bytes(const uint8_t* w) { return load_as<ByteWords>(w); }
 inline ByteWords low_halves(ByteWords w) { return w & 0x0f0f0f0fu; }
 inline ByteWords high_halves(ByteWords w) { return low_halves(w >> 4); }
@@ -408,40 +406,28 @@ __attribute__((noinline)) void byte_sums(const int8_t* codes, int64_t stride, co
 
 #endif
 
-// to = 256 * to + low
-inline void add_low(int32_t* to, const int32_t* low, int count) {
-  for (int i = 0; i < count; ++i) to[i] = to[i] * 256 + low[i];
-}
-
-// Sums of rows of `codes`, `stride` apart, and of `steps` of a block, int32 [rows, 32]. to_low: see ByteRows.
+// Sums of rows of `codes`, `stride` apart, and of `steps` of a block, int32 [rows, 32].
 #if WEFT_AVX2 || WEFT_NEON
 
 template <int rows>
-void sum_bytes(const int8_t* codes, int64_t stride, int64_t to_low, const uint8_t* w, int64_t steps, Ahead ahead,
-               int32_t* to) {
+void sum_bytes(const int8_t* codes, int64_t stride, const uint8_t* w, int64_t steps, Ahead ahead, int32_t* to) {
   if constexpr (rows <= 2) {
     byte_sums<rows, 4>(codes, stride, w, steps, ahead, to);
   } else {  // first 16 columns, then the others, so that the sums stay in registers
     byte_sums<rows, 2>(codes, stride, w, steps, ahead, to);
     byte_sums<rows, 2>(codes, stride, w + kByteStep / 2, steps, {w, 0, INT64_MAX}, to + kLanes);
   }
-  if (!kWordRows || !to_low) return;
-  alignas(32) int32_t low[rows * kBlock];
-  sum_bytes<rows>(codes + to_low, stride, 0, w, steps, {w, 0, INT64_MAX}, low);
-  add_low(to, low, rows * kBlock);
 }
 
 #else
 
-// to: sums of rows and of `steps` of a block; `added`: to 256 times the sums in `to`. Never inlined: see `float_sums`.
+// Never inlined: see `tile_sums`.
 template <int rows>
-__attribute__((noinline)) void byte_sums(const int8_t* codes, int64_t stride, const uint8_t* w, int64_t steps,
-                                         Ahead ahead, bool added, int32_t* to) {
+__attribute__((noinline)) void sum_bytes(const int8_t* codes, int64_t stride, const uint8_t* w, int64_t steps,
+                                         Ahead ahead, int32_t* to) {
   ByteSums total[rows][2];
 #pragma GCC unroll 16
-  for (int row = 0; row < rows; ++row)
-    for (int half = 0; half < 2; ++half)
-      total[row][half] = added ? times_256(read_sums(to + row * kBlock + half * kLanes)) : no_sums();
+  for (int row = 0; row < rows; ++row) total[row][0] = total[row][1] = no_sums();
   for (int64_t step = 0; step < steps; ++step, w += kByteStep) {
     if (step % (kPage / kByteStep) == 0) __builtin_prefetch(w + kPagesAhead);
     if ((step & ahead.mask) == 0) {
@@ -461,14 +447,28 @@ __attribute__((noinline)) void byte_sums(const int8_t* codes, int64_t stride, co
     for (int half = 0; half < 2; ++half) std::memcpy(to + row * kBlock + half * kLanes, &total[row][half], 64);
 }
 
-template <int rows>
-void sum_bytes(const int8_t* codes, int64_t stride, int64_t to_low, const uint8_t* w, int64_t steps, Ahead ahead,
-               int32_t* to) {
-  byte_sums<rows>(codes, stride, w, steps, ahead, false, to);
-  if (kWordRows && to_low) byte_sums<rows>(codes + to_low, stride, w, steps, {w, 0, INT64_MAX}, true, to);
-}
-
 #endif
+
+// Calls `sum(rows, codes, stride, whether these are the first codes, sums)` for codes of one or two bytes. Few rows of two
+// bytes are twice as many rows of one byte, so that weights are read once. most: rows of a tile.
+template <int rows, int most, class Sum>
+inline __attribute__((always_inline)) void sum_codes(const int8_t* codes, int64_t stride, int64_t to_low, int32_t* to,
+                                                     Sum sum) {
+  constexpr std::integral_constant<int, rows> count;
+  if (!kWordRows || !to_low) return sum(count, codes, stride, true, to);
+  if constexpr (2 * rows <= most) {
+    alignas(64) int32_t both[2 * rows * kBlock];
+    sum(std::integral_constant<int, 2 * rows>(), codes, to_low, true, both);
+    for (int row = 0; row < rows; ++row)
+      for (int i = 0; i < kBlock; ++i)
+        to[row * kBlock + i] = both[2 * row * kBlock + i] * 256 + both[(2 * row + 1) * kBlock + i];
+  } else {
+    alignas(64) int32_t low[rows * kBlock];
+    sum(count, codes, stride, true, to);
+    sum(count, codes + to_low, stride, false, low);
+    for (int i = 0; i < rows * kBlock; ++i) to[i] = to[i] * 256 + low[i];
+  }
+}
 
 // Rows of `codes`, `stride` apart, times one group of a block. to_low: see ByteRows.
 template <class Out, int rows>
@@ -476,7 +476,11 @@ void byte_tile(const int8_t* codes, int64_t stride, int64_t to_low, const float*
                const uint8_t* w, int64_t inputs, const Finish& finish, const ByteGroup& group, Out* out,
                int64_t out_stride, Ahead ahead) {
   alignas(64) int32_t total[rows * kBlock];
-  sum_bytes<rows>(codes, stride, to_low, w, divide_up(inputs, kByteDepth), ahead, total);
+  const auto sum = [&]<int count>(std::integral_constant<int, count>, const int8_t* from, int64_t apart, bool first,
+                                  int32_t* to) {
+    sum_bytes<count>(from, apart, w, divide_up(inputs, kByteDepth), first ? ahead : Ahead{w, 0, INT64_MAX}, to);
+  };
+  sum_codes<rows, kByteTile>(codes, stride, to_low, total, sum);
   for (int row = 0; row < rows; ++row, out += out_stride) {
     const int32_t* from = total + row * kBlock;
     finish_bytes(read_sums(from), read_sums(from + kLanes), sums[row], steps[row], finish, group, row, out);
@@ -555,29 +559,15 @@ __attribute__((noinline)) void nibble_sums(const int8_t* codes, int64_t stride, 
 
 #endif
 
-// Sums of rows of `codes`, `stride` apart, and of one group, int32 [rows, 32]. to_low: see ByteRows.
-#if WEFT_AVX2 || WEFT_NEON
+#if !WEFT_AVX2 && !WEFT_NEON
 
+// Sums of rows of `codes`, `stride` apart, and of `steps` of a group, int32 [rows, 32].
 template <int rows>
-void sum_nibbles(const int8_t* codes, int64_t stride, int64_t to_low, const uint8_t* w, int32_t* to) {
-  nibble_sums<rows>(codes, stride, w, to);
-  if (!kWordRows || !to_low) return;
-  alignas(32) int32_t low[rows * kBlock];
-  nibble_sums<rows>(codes + to_low, stride, w, low);
-  add_low(to, low, rows * kBlock);
-}
-
-#else
-
-// added: to 256 times the sums in `to`.
-template <int rows>
-inline __attribute__((always_inline)) void nibble_sums(const int8_t* codes, int64_t stride, const uint8_t* w,
-                                                       int64_t steps, bool added, int32_t* to) {
+inline __attribute__((always_inline)) void inlined_nibble_sums(const int8_t* codes, int64_t stride, const uint8_t* w,
+                                                               int64_t steps, int32_t* to) {
   ByteSums total[rows][2];
 #pragma GCC unroll 16
-  for (int row = 0; row < rows; ++row)
-    for (int half = 0; half < 2; ++half)
-      total[row][half] = added ? times_256(read_sums(to + row * kBlock + half * kLanes)) : no_sums();
+  for (int row = 0; row < rows; ++row) total[row][0] = total[row][1] = no_sums();
   for (int64_t step = 0; step < steps; ++step, w += kByteStep / 2) {
     const auto both = load_bytes(w);
     const auto first = low_halves(both), second = high_halves(both);
@@ -593,19 +583,17 @@ inline __attribute__((always_inline)) void nibble_sums(const int8_t* codes, int6
     for (int half = 0; half < 2; ++half) std::memcpy(to + row * kBlock + half * kLanes, &total[row][half], 64);
 }
 
-// A compiler that knows the number of steps, or inlines many rows, keeps sums in memory.
+// The same for many rows. A compiler that knows the number of steps, or inlines many rows, keeps sums in memory.
 template <int rows>
-__attribute__((noipa)) void nibble_sums_apart(const int8_t* codes, int64_t stride, const uint8_t* w, int64_t steps,
-                                              bool added, int32_t* to) {
-  nibble_sums<rows>(codes, stride, w, steps, added, to);
+__attribute__((noipa)) void apart_nibble_sums(const int8_t* codes, int64_t stride, const uint8_t* w, int64_t steps,
+                                              int32_t* to) {
+  inlined_nibble_sums<rows>(codes, stride, w, steps, to);
 }
 
 template <int rows>
-void sum_nibbles(const int8_t* codes, int64_t stride, int64_t to_low, const uint8_t* w, int32_t* to) {
-  constexpr auto sums = rows <= 4 ? nibble_sums<rows> : nibble_sums_apart<rows>;
-  constexpr int64_t kSteps = kByteTileDepth / kByteDepth;
-  sums(codes, stride, w, kSteps, false, to);
-  if (kWordRows && to_low) sums(codes + to_low, stride, w, kSteps, true, to);
+void nibble_sums(const int8_t* codes, int64_t stride, const uint8_t* w, int32_t* to) {
+  constexpr auto sums = rows <= 4 ? inlined_nibble_sums<rows> : apart_nibble_sums<rows>;
+  sums(codes, stride, w, kByteTileDepth / kByteDepth, to);
 }
 
 #endif
@@ -618,10 +606,11 @@ void nibble_tile(const int8_t* codes, int64_t stride, int64_t to_low, const floa
   vf total[rows][2];
   for (auto& row : total) row[0] = row[1] = splat(0.0f);
   alignas(64) int32_t part[rows * kBlock];
-  const int64_t of_group = kByteTileDepth + to_low;
-  for (int64_t group = 0; group < groups; ++group, codes += of_group, steps += next_group, sums += next_group) {
+  for (int64_t group = 0; group < groups; ++group, codes += kByteTileDepth, steps += next_group, sums += next_group) {
     for (int64_t line = 0; line < kNibbleGroup; line += 64) __builtin_prefetch(w + kAhead + line);
-    sum_nibbles<rows>(codes, stride, to_low, w + kNibbleHead, part);
+    const auto sum = [&]<int count>(std::integral_constant<int, count>, const int8_t* from, int64_t apart, bool,
+                                    int32_t* to) { nibble_sums<count>(from, apart, w + kNibbleHead, to); };
+    sum_codes<rows, kNibbleTile>(codes, stride, to_low, part, sum);
     const NibbleHead head(w);
     w += kNibbleGroup;
     for (int row = 0; row < rows; ++row)
