@@ -18,6 +18,7 @@ from weft.types.plan import PlannedRows, StepPlan
 FEW = StepPlan(step=1, decode=segment([decode(i) for i in range(4)]))
 MANY = StepPlan(step=1, decode=segment([decode(i) for i in range(16)]))
 ONE = StepPlan(step=1, decode=segment([decode(0)]))
+NONE = StepPlan(step=1)
 PROMPTS = StepPlan(step=1, prefill=segment([prompt(0, 256), prompt(1, 256)]))
 
 
@@ -45,7 +46,8 @@ def run(trial: BucketTrial, seconds: Callable[[bool], float | None], steps: int 
     forms = []
     for _ in range(steps):
         forms.append(trial.next())
-        trial.observe(forms[-1], seconds(forms[-1]))
+        if (passed := seconds(forms[-1])) is not None:
+            trial.observe(forms[-1], passed)
     return forms
 
 
@@ -80,11 +82,19 @@ def test_a_bucket_without_times_stays_whole() -> None:
     assert not trial.choice.micro_batches
 
 
+def test_steps_that_are_never_replayed_are_never_in_micro_batches() -> None:
+    """For example steps with recorded routes: their times are never known, and two parts cost two passes."""
+    trial = BucketTrial()
+    assert not any(run(trial, lambda form: None, MOST + 20))
+    assert trial.choice == choose((), ())
+
+
 def test_times_behind_the_end_of_a_trial_change_nothing() -> None:
     trial = BucketTrial()
     run(trial, lambda form: 1.0 if form else 2.0)
     choice = trial.choice
-    assert not any(trial.observe(form, 100.0 * form) for form in (True, False) for _ in range(TIMES))
+    for form in [True, False] * TIMES:
+        trial.observe(form, 1.0 + 100.0 * form)
     assert trial.choice is choice
 
 
@@ -121,7 +131,7 @@ def test_each_bucket_has_a_choice(caplog: pytest.LogCaptureFixture, monkeypatch:
     ]
 
 
-@pytest.mark.parametrize("plan", [ONE, PROMPTS])
+@pytest.mark.parametrize("plan", [NONE, ONE, PROMPTS])
 def test_steps_that_cannot_be_captured_in_both_forms_stay_whole(plan: StepPlan) -> None:
     policy = OverlapPolicy("measured", bucket_of)
     assert set(serve(policy, plan, (2e-3, 1e-3))) == {1}
@@ -134,3 +144,44 @@ def test_a_failed_capture_makes_a_chosen_bucket_whole() -> None:
     assert serve(policy, MANY, (2e-3, 1e-3))[-1] == 2
     captured = False
     assert set(serve(policy, MANY, (2e-3, 1e-3))) == {1}
+
+
+def begin_trial(policy: OverlapPolicy, plan: StepPlan) -> StepPlan:
+    """Serve the whole steps of a trial. Return the first step in micro-batches, launched and not complete."""
+    assert set(serve(policy, plan, (2e-3, 1e-3), SETTLED)) == {1}
+    assert policy.wants(plan)
+    return msgspec.structs.replace(plan, micro_batches=2)
+
+
+def test_a_group_that_is_lost_in_a_trial_of_micro_batches_stays_whole(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Micro-batches may be the reason of the loss. The loss would come again in every epoch."""
+    monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
+    policy = OverlapPolicy("measured", bucket_of)
+    begin_trial(policy, MANY)
+    with caplog.at_level(logging.WARNING, "weft"):
+        policy.lose()
+    assert "--overlap" in caplog.text
+    for plan in (MANY, FEW):
+        assert set(serve(policy, plan, (2e-3, 1e-3))) == {1}
+    assert not policy.choices
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_a_group_that_is_lost_for_other_reasons_begins_new_trials(chosen: bool) -> None:
+    """Captures end with the epoch, and the ranks of the next epoch may be others."""
+    policy = OverlapPolicy("measured", bucket_of)
+    if chosen:
+        assert serve(policy, MANY, (2e-3, 1e-3))[-1] == 2
+        assert policy.wants(MANY), "a step in micro-batches, of a form that has run before, is under way"
+    else:
+        step = begin_trial(policy, MANY)
+        policy.observe(step, StepTimes(micro_batches=2, seconds=1.0))  # captured, so without a time
+        assert not policy.wants(MANY)
+    policy.lose()
+    assert not policy.choices
+    forms = serve(policy, MANY, (1e-3, 2e-3))
+    assert set(forms[:SETTLED]) == {1}
+    assert forms.count(2) == TIMES
+    assert forms[-1] == 1

@@ -176,6 +176,7 @@ class EngineCore(EngineLoop[StepHandle]):
 
     def _lose(self, lost: GroupLost) -> None:
         super()._lose(lost)
+        self.overlap.lose()
         if isinstance(scheduler := self.scheduler, Scheduler):
             error = InvalidRequest("the files of the LoRA adapter changed: load the adapter again").info()
             self.adapters.lost(lambda digest: scheduler.fail_adapter(digest, error))
