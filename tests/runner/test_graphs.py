@@ -253,7 +253,10 @@ def test_which_steps_of_replicas_are_replayed(folder: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(("asking", "bucket"), [((), (4, 1, 96)), ((2,), None), ((4,), None)])
 def test_trials_need_both_forms(
-    asking: tuple[int, ...], bucket: tuple[int, int, int] | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+    asking: tuple[int, ...],
+    bucket: tuple[int, int, int] | None,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps are compared only if a whole step, of 4 rows, and micro-batches, of 2 rows, can be captured."""
     engine, runner = with_graphs(folder, 6, lazy=True)

@@ -130,6 +130,11 @@ class OverlapPolicy:
             return False
         return splits(plan) and (self.mode != "auto" or self._class(plan).overlaps())
 
+    def tries(self, plan: StepPlan) -> bool:
+        """Return True if a trial of mode ``measured`` computes the step in micro-batches. Later steps may be
+        faster, so the time fits no cost model. Call before ``observe``."""
+        return plan.step in self._trying
+
     def observe(self, plan: StepPlan, times: StepTimes | None) -> None:
         """Add the communication of a completed step to the counters; in the modes ``auto`` and ``measured``
         also learn from the step. ``times`` is None on a single rank: nothing is recorded.
@@ -153,11 +158,11 @@ class OverlapPolicy:
             similar.shares.append(times.communication / times.seconds)
 
     def lose(self) -> None:
-        """Drop the trials of mode ``measured`` after a loss of the group: captures end with the epoch, and the
-        next epoch may have other ranks.
+        """Drop the trials of mode ``measured`` after a loss of the group. Captures end with the epoch, and
+        the next epoch may have other ranks.
 
-        If a step in micro-batches of an open trial has not completed, all later steps are whole: micro-batches
-        may be the reason of the loss, and the loss would come again in every epoch.
+        If a step in micro-batches of an open trial has not completed, all later steps are whole.
+        Micro-batches may be the reason of the loss, and the loss would come again in every epoch.
         """
         if self._trying:
             self._bucket_of = None
