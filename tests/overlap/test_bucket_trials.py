@@ -124,10 +124,10 @@ def test_each_bucket_has_a_choice(caplog: pytest.LogCaptureFixture, monkeypatch:
         16: True,
     }
     assert [record.getMessage() for record in caplog.records] == [
-        "overlap: decode steps of up to 4 rows of 1 tokens, 2048 positions are computed whole "
+        "overlap: decode steps of up to 4 rows (tokens per row: 1, positions: 2048) are computed whole "
         "(medians: 1.000 ms whole, 2.000 ms in micro-batches)",
-        "overlap: decode steps of up to 16 rows of 1 tokens, 2048 positions are computed in micro-batches "
-        "(medians: 2.000 ms whole, 1.000 ms in micro-batches)",
+        "overlap: decode steps of up to 16 rows (tokens per row: 1, positions: 2048) are computed "
+        "in micro-batches (medians: 2.000 ms whole, 1.000 ms in micro-batches)",
     ]
 
 
@@ -153,6 +153,7 @@ def begin_trial(policy: OverlapPolicy, plan: StepPlan) -> StepPlan:
     return msgspec.structs.replace(plan, micro_batches=2)
 
 
+@pytest.mark.requirement("C13")
 def test_a_group_that_is_lost_in_a_trial_of_micro_batches_stays_whole(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ class Choice:
 
     def describe(self, bucket: Bucket) -> str:
         """Return a log line."""
-        size = f"{bucket.rows} rows of {bucket.each} tokens, {bucket.context} positions"
+        size = f"{bucket.rows} rows (tokens per row: {bucket.each}, positions: {bucket.context})"
         form = "in micro-batches" if self.micro_batches else "whole"
         times = f"{_text(self.whole_seconds)} whole, {_text(self.micro_batch_seconds)} in micro-batches"
         return f"overlap: decode steps of up to {size} are computed {form} (medians: {times})"

@@ -114,7 +114,7 @@ class OverlapPolicy:
 
     def wants(self, plan: PlannedRows) -> bool:
         """Return True if the plan should be computed in micro-batches. A plan without rows agrees with every
-        decision of other replicas.
+        decision of other replicas; in the mode ``measured`` there are none.
 
         In the modes ``auto`` and ``measured`` the call counts toward the statistics of the plan's class, so
         call once per plan.
