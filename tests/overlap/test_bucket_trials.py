@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ import msgspec
 import pytest
 
 from tests.overlap.test_split import decode, prompt, segment
+from weft.overlap import overlap_policy
 from weft.overlap.bucket_trials import FASTER, MOST, SETTLED, TIMES, Bucket, BucketTrial, choose
 from weft.overlap.overlap_policy import OverlapPolicy
 from weft.overlap.times import StepTimes
@@ -113,17 +113,24 @@ def serve(policy: OverlapPolicy, plan: StepPlan, times: tuple[float, float], ste
     return made
 
 
-def test_each_bucket_has_a_choice(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the log lines of the policy."""
+    lines: list[str] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(overlap_policy.log, level, lambda text, *args: lines.append(text % args))
+    return lines
+
+
+def test_each_bucket_has_a_choice(logged: list[str]) -> None:
     policy = OverlapPolicy("measured", bucket_of)
-    with caplog.at_level(logging.INFO, "weft"):
-        assert set(serve(policy, FEW, (1e-3, 2e-3))[-10:]) == {1}
-        assert set(serve(policy, MANY, (2e-3, 1e-3))[-10:]) == {2}
+    assert set(serve(policy, FEW, (1e-3, 2e-3))[-10:]) == {1}
+    assert set(serve(policy, MANY, (2e-3, 1e-3))[-10:]) == {2}
     assert {bucket.rows: choice.micro_batches for bucket, choice in policy.choices.items()} == {
         4: False,
         16: True,
     }
-    assert [record.getMessage() for record in caplog.records] == [
+    assert logged == [
         "overlap: decode steps of up to 4 rows (tokens per row: 1, positions: 2048) are computed whole "
         "(medians: 1.000 ms whole, 2.000 ms in micro-batches)",
         "overlap: decode steps of up to 16 rows (tokens per row: 1, positions: 2048) are computed "
@@ -154,16 +161,12 @@ def begin_trial(policy: OverlapPolicy, plan: StepPlan) -> StepPlan:
 
 
 @pytest.mark.requirement("C13")
-def test_a_group_that_is_lost_in_a_trial_of_micro_batches_stays_whole(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_that_is_lost_in_a_trial_of_micro_batches_stays_whole(logged: list[str]) -> None:
     """Micro-batches may be the reason of the loss. The loss would come again in every epoch."""
-    monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
     policy = OverlapPolicy("measured", bucket_of)
     begin_trial(policy, MANY)
-    with caplog.at_level(logging.WARNING, "weft"):
-        policy.lose()
-    assert "--overlap" in caplog.text
+    policy.lose()
+    assert "--overlap off" in logged[-1]
     for plan in (MANY, FEW):
         assert set(serve(policy, plan, (2e-3, 1e-3))) == {1}
     assert not policy.choices
