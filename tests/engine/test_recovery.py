@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.e0.rig import make_engine, run, submit
+from tests.overlap.test_split import decode, segment
 from tests.support.automata import Automata, named, random_automaton
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.slow import mostly_slow
@@ -19,6 +20,8 @@ from weft.common.restarts import RestartBudget
 from weft.engine.core import EngineCore
 from weft.engine.grammars import GrammarSource
 from weft.group.types import GroupLost
+from weft.overlap.bucket_trials import Bucket, choose
+from weft.overlap.overlap_policy import OverlapPolicy
 from weft.runner.runner import Runner
 from weft.runner.step_handle import StepHandle
 from weft.types.messages import Submit
@@ -135,6 +138,22 @@ def test_tokens_are_equal_whatever_is_lost_when(folder: Path, depth: int) -> Non
     stats = engine.stats()
     assert stats.free_blocks == tuple(pool.num_blocks for pool in engine.runner.kv.pools)
     assert stats.free_slots == engine.runner.kv.num_slots
+    engine.close()
+
+
+def test_a_loss_ends_the_trials_of_micro_batches(folder: Path) -> None:
+    """The step that was lost may have been the first one in micro-batches."""
+    phases = ["before read"]
+    engine, _ = lossy(folder, 1, phases, every=9)
+    bucket = Bucket(4, 1, 2048)
+    engine.overlap = OverlapPolicy("measured", lambda plan: bucket if plan.step < 9 else None)
+    engine.overlap.wants(StepPlan(step=1, decode=segment([decode(0), decode(1)])))
+    engine.overlap._trials[bucket].choice = choose([2.0], [1.0])
+    assert engine.stats().overlap_choices
+    run(engine, asked(3)[:1])
+    assert not phases
+    assert engine.stats().recoveries == 1
+    assert not engine.stats().overlap_choices
     engine.close()
 
 

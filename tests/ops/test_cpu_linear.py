@@ -203,6 +203,8 @@ def test_largest_codes_and_many_inputs(kernel: str) -> None:
     assert torch.allclose(made, torch.tensor([[65e3, -65e3], [-65e3, 65e3], [0.0, 0.0]]), rtol=1e-6)
     with pytest.raises(RuntimeError, match="65000 inputs"):
         ops.pack_w8a8(torch.ones(1, 65_001))
+    made = ops.linear(torch.ones(1, 73_728), ops.pack_w8a8(torch.ones(1, 73_728), group=128))
+    assert made == 73_728
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -128,7 +128,7 @@ def test_combination_adds_in_top_k_order() -> None:
 
 # --- the extension ---
 
-PACKS = {"int8": ops.pack_int8, "w8a8": ops.pack_w8a8, "w4a8": ops.pack_w4a8}
+PACKS = {"int8": ops.pack_int8, "int4": ops.pack_int4, "w8a8": ops.pack_w8a8, "w4a8": ops.pack_w4a8}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.ops.test_cpu_linear import HALF_ULP, assert_gated, case
+from tests.support.routed import routed, tokens
 from weft.layers.build import Build
-from weft.ops import coded, cpu, torch_ops
+from weft.ops import coded, cpu, moe, torch_ops
 from weft.ops.cpu import linear as ops
+from weft.ops.cpu import moe as experts
 
 Tensor = torch.Tensor
 
@@ -43,6 +47,11 @@ def rows_of(count: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Ten
         x[2 * row + 1] *= scale
     x[0, 0] = 255 * 2.0**3  # the only fraction of bf16 that needs the next power of two
     return x.to(dtype)
+
+
+def rounds_rows(packed: ops.PackedMatrix) -> bool:
+    """Return True if products with ``packed`` round rows of x to 16 bits."""
+    return packed.coding is not None and packed.coding["numbers"] in coded.WORD_ROWS.values()
 
 
 def close(found: Tensor, rows: Tensor, weight: Tensor) -> bool:
@@ -101,6 +110,21 @@ def test_numbers_of_bf16_near_the_largest_are_exact() -> None:
     assert torch.equal(ops.linear(x, ops.pack_int8(weight)), x)
 
 
+def test_many_inputs_are_rounded_like_those_of_a_rank() -> None:
+    """A matrix with more inputs than one sum of bytes takes: groups have sums of their own."""
+    inputs = 73_728
+    x, weight = torch.ones(3, inputs).bfloat16(), torch.ones(2, inputs).bfloat16()
+    x[1] = -1
+    weight[1, 1::2] = -1
+    packed = ops.pack_int8(weight)
+    assert rounds_rows(packed)
+    assert packed.coding == ops.pack_int8(weight[:, : inputs // 2].contiguous()).coding
+    assert torch.equal(ops.linear(x, packed), torch.tensor([[1.0, 0], [-1, 0], [1, 0]]).bfloat16() * inputs)
+    head = ops.pack_codes(torch_ops.to_int8_codes(weight))
+    assert isinstance(head, ops.PackedMatrix)
+    assert rounds_rows(head)
+
+
 def test_a_head_of_8_bits_is_also_a_table() -> None:
     _, weight, _ = case(1, (70, 200), torch.bfloat16)
     codes = torch_ops.to_int8_codes(weight)
@@ -111,6 +135,40 @@ def test_a_head_of_8_bits_is_also_a_table() -> None:
     assert torch.equal(ops.coded_embedding(ids, packed, torch.bfloat16), exact[ids].bfloat16())
     x = rows_of(45, 200)
     assert close(ops.linear(x, packed), rounded(x, 128), exact)
+
+
+def test_experts_are_those_of_rounded_rows() -> None:
+    """In float32, where rows in 16 bits differ from the rows."""
+    plain = routed("gated_shared", torch.float32, hidden=256, inner=192, shared=128)
+    weights = moe.in_int4(moe.rounded(plain, lambda matrices: coded.to_int4(matrices.bfloat16())))
+
+    def block(x: Tensor, group: int) -> Tensor:
+        def matrix(x: Tensor, weight: coded.Codes, bias: Tensor | None) -> Tensor:
+            used = coded.dequantize(weight, torch.float64)
+            return torch_ops.linear(rounded(x, group) if group else x, used, bias)
+
+        by_expert = partial(moe.by_expert, matrix=matrix)
+        return moe.block(x, ids, weights, moe.Pieces(F.linear, matrix, torch_ops.gated, by_expert))
+
+    x, ids = tokens(37, torch.float32, hidden=256)
+    found, wanted, exact = (
+        experts.moe(x, ids, experts.pack(weights)),
+        block(x.double(), 64),
+        block(x.double(), 0),
+    )
+    assert (found - wanted).norm() <= 0.2 * (exact - wanted).norm()
+
+
+def test_halves_of_experts_are_rounded_by_themselves() -> None:
+    weights = routed("gated_shared", torch.bfloat16)
+    for pack, numbers in ((experts.pack_int8, 10), (experts.pack_int4, 11)):
+        for inner, shared in ((64, 0), (0, 64)):
+            made = pack(replace(weights, inner_group=inner, shared_inner_group=shared)).matrices
+            for matrix, group in ((made.down, inner), (made.shared_down, shared)):
+                words = matrix.coding is not None and matrix.coding.numbers == numbers
+                assert words == (group > 0)
+                assert not words or matrix.coding.group == group
+            assert made.up.coding.numbers == made.shared_up.coding.numbers == numbers
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -125,8 +183,7 @@ def test_ranks_round_the_groups_of_one_rank(quantization: str, inputs: int, grou
     if quantization == "int8":
         pack = partial(op.pack, largest=weight.abs().amax(dim=1, keepdim=True))
     whole = pack(weight)
-    rounds = whole.coding is not None and whole.coding["numbers"] in coded.WORD_ROWS.values()
-    assert rounds == (group > 0)
+    assert rounds_rows(whole) == (group > 0)
     if not group:
         return
     made = op.run(x, whole, None).double()
@@ -139,12 +196,10 @@ def test_ranks_round_the_groups_of_one_rank(quantization: str, inputs: int, grou
 
 
 def test_models_in_float32_keep_their_rows() -> None:
-    weight = torch.randn(34, 512)
-    assert ops.pack_int8(weight).coding is None
-    packed = ops.pack_int4(weight)
-    assert isinstance(packed, ops.PackedMatrix)
-    assert packed.coding is not None
-    assert packed.coding["numbers"] not in coded.WORD_ROWS.values()
+    weight = torch.randn(34, 1024)
     for quantization in ("int8", "int4"):
         build = Build(dtype=torch.float32, device=torch.device("cpu"), quantization=quantization)
-        assert build.matrix_op("linear", divided=1024) is build.op(f"linear_{quantization}-exact")
+        for op in (build.matrix_op("linear"), build.matrix_op("linear", divided=1024)):
+            assert op.pack is not None
+            assert not rounds_rows(op.pack(weight))
+            assert rounds_rows(op.pack(weight.bfloat16()))

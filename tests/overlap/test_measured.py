@@ -107,9 +107,17 @@ def submits() -> list[list[Submit]]:
     return [[submit(1 + i, PROMPTS[i], (greedy, drawn)[i % 2], request=i) for i in range(4)]]
 
 
-def serve(folder: Path, mode: str, devices: list[Device]) -> list[Ran]:
+def serve(
+    folder: Path, mode: str, devices: list[Device], learnt: list[tuple[int, bool]] | None = None
+) -> list[Ran]:
+    """``learnt`` gets (micro-batches, True for a time that fits no cost model) of each step of rank 0."""
+
     def each(mesh: Mesh, engine: EngineCore, runner: Any) -> Any:
         device = devices[mesh.rank]
+        if learnt is not None and mesh.rank == 0:
+            engine.scheduler.observe = lambda plan, _, atypical: learnt.append(  # type: ignore[method-assign]
+                (plan.micro_batches, atypical)
+            )
         mesh.launcher.before = device.launched
         graphs = runner._make_graphs(
             GraphOptions(
@@ -137,7 +145,8 @@ def test_ranks_with_different_times_take_one_form_and_give_equal_tokens(
 ) -> None:
     """The times of rank 0 decide. The plan tells the other rank."""
     devices = [Device(sign) for sign in signs]
-    ran = serve(folder, "measured", devices)
+    learnt: list[tuple[int, bool]] = []
+    ran = serve(folder, "measured", devices, learnt)
     assert [one.tokens for one in ran] == [expected] * 2
     forms = [[plan.micro_batches for plan in one.plans] for one in ran]
     assert forms[0] == forms[1]
@@ -149,6 +158,10 @@ def test_ranks_with_different_times_take_one_form_and_give_equal_tokens(
     assert set(longer[-3:]) == {signs[0] == -1}, "the chosen form is replayed"
     assert sum(longer) >= 2, "a trial replays both forms"
     assert ran[0].stats.overlapped_steps == ran[0].overlapped
+    tried = [atypical for micro_batches, atypical in learnt if micro_batches > 1]
+    assert tried.count(True) == 6, "two captures, and two trials with two times each: no cost model learns"
+    assert tried.count(False) == len(tried) - 6
+    assert learnt[-1] == (1 + (signs[0] == -1), False)
 
 
 @pytest.mark.requirement("C9")

@@ -251,6 +251,24 @@ def test_which_steps_of_replicas_are_replayed(folder: Path, monkeypatch: pytest.
     engine.close()
 
 
+@pytest.mark.parametrize(("asking", "bucket"), [((), (4, 1, 96)), ((2,), None), ((4,), None)])
+def test_trials_need_both_forms(
+    asking: tuple[int, ...],
+    bucket: tuple[int, int, int] | None,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps are compared only if a whole step, of 4 rows, and micro-batches, of 2 rows, can be captured."""
+    engine, runner = with_graphs(folder, 6, lazy=True)
+    assert runner.graphs is not None
+    plan = plan_of(slot=[0, 1, 2], start=[3, 16, 4])
+    assert runner.graphs.bucket_of(plan) is None, "micro-batches are not captured"
+    runner.graphs.splits = True
+    monkeypatch.setattr(runner._model, "capturable", lambda *tokens: not set(tokens) & set(asking))
+    assert runner.graphs.bucket_of(plan) == bucket
+    engine.close()
+
+
 def test_buckets() -> None:
     assert row_buckets(1) == [1]
     assert row_buckets(12) == [1, 2, 4, 8, 12]

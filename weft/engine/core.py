@@ -176,6 +176,7 @@ class EngineCore(EngineLoop[StepHandle]):
 
     def _lose(self, lost: GroupLost) -> None:
         super()._lose(lost)
+        self.overlap.lose()
         if isinstance(scheduler := self.scheduler, Scheduler):
             error = InvalidRequest("the files of the LoRA adapter changed: load the adapter again").info()
             self.adapters.lost(lambda digest: scheduler.fail_adapter(digest, error))
@@ -267,8 +268,8 @@ class EngineCore(EngineLoop[StepHandle]):
 
     def _learn(self, handle: StepHandle, seconds: float) -> None:
         self._encode_seconds += handle.encode_seconds
-        # Encoding, like capture, takes time that the tokens of the step do not explain.
-        atypical = handle.uncaptured or handle.encode_seconds > 0
+        # Encoding, captures and trials of micro-batches take time that the tokens of the step do not explain.
+        atypical = handle.uncaptured or handle.encode_seconds > 0 or self.overlap.tries(handle.plan)
         self.scheduler.observe(handle.plan, seconds, atypical)
         self.overlap.observe(handle.plan, handle.times)
 

@@ -185,8 +185,6 @@ class Build:
         if not divided:
             return self.quantization
         group = coded.row_group(self.quantization, divided)
-        if self.quantization in ("int8", "int4") and self.dtype != torch.bfloat16:
-            group = 0  # 16 bits are too few for rows in float32
         kinds = {
             "w8a8": f"w8a8-{group}" if group else "int8-exact",
             "int8": f"int8-{group}" if group else "int8-exact",

@@ -28,11 +28,11 @@ MIDDLE = {"int4": 8, "int8": 128}
 # Index = number in csrc/coded.h.
 NUMBERS = ("none", "int4", "int8", "e2m1", "e4m3")
 NIBBLES = 7
+"""Number in csrc/coded.h of int4 codes that are multiplied by rows in 8 bits."""
 WORD_ROWS = {"int8": 10, "int4": 11}
-"""Numbers of packed codes for rows of x in 16 bits (csrc/rounded.h)."""
+"""Numbers in csrc/coded.h of int8 and int4 codes that are multiplied by rows in 16 bits."""
 WORD_GROUP = 128
 """Inputs of a row of x in 16 bits with a common step, for weights of 8 bits."""
-"""Number in csrc/coded.h of int4 codes that are multiplied by rows in 8 bits."""
 SCALES = (torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 LARGEST_GROUP = 256
 """Maximum inputs of one group. The scale of a larger group is repeated."""
@@ -415,7 +415,8 @@ def all_factors(parts: Sequence[Codes]) -> Tensor:
 def to_int4(weight: Tensor) -> Codes:
     """Round ``weight`` [N, K] (or a stack) to int4, with a scale and a zero point per 64 inputs.
 
-    The scale covers the range of the group's weights and 0. Rows of x may be rounded to 16 bits.
+    The scale covers the range of the group's weights and 0. Rows of x may be rounded to 16 bits if ``weight``
+    is bf16.
     """
     if (rows := rows_at_once(weight)) < len(weight):
         return _all_rows([to_int4(some) for some in weight.split(rows)])
@@ -432,8 +433,16 @@ def to_int4(weight: Tensor) -> Codes:
         group=INT4_GROUP,
         scales=scales,
         zeros=zeros.to(torch.uint8),
-        row_bits=16,
+        row_bits=row_bits_of(weight.dtype),
     )
+
+
+def row_bits_of(dtype: torch.dtype) -> int | None:
+    """Return ``Codes.row_bits`` of a matrix in ``dtype`` that was rounded without rounding of rows.
+
+    16 bits hold most numbers of bf16 exactly. Float16 and float32 have longer fractions.
+    """
+    return 16 if dtype == torch.bfloat16 else None
 
 
 def to_exact_int4(weight: Tensor) -> Codes:

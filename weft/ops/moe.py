@@ -387,11 +387,8 @@ def rounded(
 def in_int4(weights: Routed) -> Routed:
     """Return the weights with plain matrices rounded by ``coded.to_int4``.
 
-    Rows of x stay as they are (``to_exact_int4``) unless the matrices have 16 bits, and in the down matrices
-    also if their rows are not rounded.
+    The down matrices use ``to_exact_int4`` if their rows are not rounded.
     """
-    if (weights.dtype or weights.down.dtype) != torch.bfloat16:
-        return rounded(weights, to_exact_int4)
     inner = to_int4 if weights.inner_group else to_exact_int4
     shared = to_int4 if weights.shared_inner_group else to_exact_int4
     return rounded(weights, to_int4, inner, shared)

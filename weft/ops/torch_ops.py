@@ -21,6 +21,7 @@ from weft.ops.coded import (
     MixedCodes,
     dequantize,
     quotient,
+    row_bits_of,
     rows_at_once,
     to_exact_int4,
     to_fp8,
@@ -265,7 +266,7 @@ def rounded_rows(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
 def to_int8_codes(weight: Tensor, largest: Tensor | None = None) -> Codes:
     """Round weight like ``to_int8`` and return codes with one group per row.
 
-    Rows of x may be rounded to 16 bits if ``weight`` has 16 bits.
+    Rows of x may be rounded to 16 bits if ``weight`` is bf16.
     """
     made, inputs = to_int8(weight, largest), weight.shape[1]
     return Codes(
@@ -274,7 +275,7 @@ def to_int8_codes(weight: Tensor, largest: Tensor | None = None) -> Codes:
         inputs=inputs,
         group=inputs + inputs % 2,
         scales=made.scales.float(),
-        row_bits=16 if weight.dtype == torch.bfloat16 else None,
+        row_bits=row_bits_of(weight.dtype),
     )
 
 

@@ -6,6 +6,7 @@ until each form has enough times, and the faster form computes all later steps o
     step    1 .. SETTLED    SETTLED + 1, + 2, ..            later
     form    whole           micro-batches, whole, ..        the faster form
 
+Steps that are never replayed have no times. Without a time of a whole step, no step runs in micro-batches.
 The steps of a trial are steps of requests, so a trial computes nothing twice, and contexts, experts and
 communication are those of the load. Pure: the caller measures.
 """
@@ -50,7 +51,7 @@ class Choice:
 
     def describe(self, bucket: Bucket) -> str:
         """Return a log line."""
-        size = f"{bucket.rows} rows of {bucket.each} tokens, {bucket.context} positions"
+        size = f"{bucket.rows} rows (tokens per row: {bucket.each}, positions: {bucket.context})"
         form = "in micro-batches" if self.micro_batches else "whole"
         times = f"{_text(self.whole_seconds)} whole, {_text(self.micro_batch_seconds)} in micro-batches"
         return f"overlap: decode steps of up to {size} are computed {form} (medians: {times})"
@@ -95,21 +96,20 @@ class BucketTrial:
     micro_batches: deque[float] = field(default_factory=_latest)
 
     def next(self) -> bool:
-        """Return True if the next step runs in micro-batches. Call once per step."""
+        """Return True if the next step runs in micro-batches. Call once per step. Ends the trial after
+        ``MOST`` steps."""
         if self.choice is not None:
             return self.choice.micro_batches
-        self.steps += 1
-        return self.steps > SETTLED and (self.steps - SETTLED) % 2 == 1
-
-    def observe(self, micro_batches: bool, seconds: float | None) -> bool:
-        """Add the time of a step. None: the step has no time, for example because the step was captured.
-        Return True if the trial ends with this step."""
-        if self.choice is not None:
+        if self.steps >= MOST:
+            self.choice = choose(self.whole, ())
             return False
-        if seconds is not None:
-            (self.micro_batches if micro_batches else self.whole).append(seconds)
+        self.steps += 1
+        return self.steps > SETTLED and (self.steps - SETTLED) % 2 == 1 and bool(self.whole)
+
+    def observe(self, micro_batches: bool, seconds: float) -> None:
+        """Add the time of a step. Steps without a time, for example captured steps, are not observed."""
+        if self.choice is not None:
+            return
+        (self.micro_batches if micro_batches else self.whole).append(seconds)
         if len(self.whole) == len(self.micro_batches) == TIMES:
             self.choice = choose(self.whole, self.micro_batches)
-        elif self.steps >= MOST:
-            self.choice = choose(self.whole, ())
-        return self.choice is not None

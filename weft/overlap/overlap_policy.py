@@ -100,6 +100,8 @@ class OverlapPolicy:
         """Bits of the number of tokens -> class (mode ``auto``)."""
         self._trials: dict[Bucket, BucketTrial] = {}
         """Trials of mode ``measured``."""
+        self._trying: set[int] = set()
+        """Numbers of the steps in micro-batches of open trials that have not completed."""
 
     @property
     def choices(self) -> dict[Bucket, Choice]:
@@ -112,22 +114,26 @@ class OverlapPolicy:
 
     def wants(self, plan: PlannedRows) -> bool:
         """Return True if the plan should be computed in micro-batches. A plan without rows agrees with every
-        decision of other replicas.
+        decision of other replicas; in the mode ``measured`` there are none.
 
         In the modes ``auto`` and ``measured`` the call counts toward the statistics of the plan's class, so
         call once per plan.
         """
         if self.mode == "off":
             return False
+        if self.mode == "measured":
+            return self._tries(plan)
         # An empty plan has two empty micro-batches, so agreeing costs nothing.
         if not plan.rows:
             return True
-        if self.mode == "measured":
-            bucket = self._splittable(plan)
-            return bucket is not None and self._trials.setdefault(bucket, BucketTrial()).next()
         if self.mode != "all" and not plan.prefill.rows:
             return False
         return splits(plan) and (self.mode != "auto" or self._class(plan).overlaps())
+
+    def tries(self, plan: StepPlan) -> bool:
+        """Return True if a trial of mode ``measured`` computes the step in micro-batches. Later steps may be
+        faster, so the time fits no cost model. Call before ``observe``."""
+        return plan.step in self._trying
 
     def observe(self, plan: StepPlan, times: StepTimes | None) -> None:
         """Add the communication of a completed step to the counters; in the modes ``auto`` and ``measured``
@@ -139,7 +145,9 @@ class OverlapPolicy:
         self.communication += times.communication + sum(flight.seconds for flight in times.drafting)
         self.hidden += times.hidden
         if self.mode == "measured":
-            self._try(plan, times)
+            self._trying.discard(plan.step)
+            if times.device is not None:
+                self._add(plan, times.micro_batches > 1, times.device)
         if self.mode != "auto" or not plan.prefill.rows or times.seconds <= 0.0:
             return
         similar = self._class(plan)
@@ -148,6 +156,22 @@ class OverlapPolicy:
         else:
             similar.whole.append(times.seconds / plan.tokens)
             similar.shares.append(times.communication / times.seconds)
+
+    def lose(self) -> None:
+        """Drop the trials of mode ``measured`` after a loss of the group. Captures end with the epoch, and
+        the next epoch may have other ranks.
+
+        If a step in micro-batches of an open trial has not completed, all later steps are whole.
+        Micro-batches may be the reason of the loss, and the loss would come again in every epoch.
+        """
+        if self._trying:
+            self._bucket_of = None
+            log.warning(
+                "overlap: all steps are whole from now on, because the group was lost in a trial of "
+                "micro-batches; --overlap off switches the trials off"
+            )
+        self._trying.clear()
+        self._trials.clear()
 
     def describe(self) -> str | None:
         """Return a log line; None if nothing communicated."""
@@ -161,16 +185,36 @@ class OverlapPolicy:
 
     def _splittable(self, plan: PlannedRows) -> Bucket | None:
         """Return the bucket of a decode step that can be split; None for other steps."""
-        if plan.prefill.rows or self._bucket_of is None or not splits(plan):
+        if self._bucket_of is None or plan.prefill.rows or plan.decode.rows < 2:
             return None
         return self._bucket_of(plan)
 
-    def _try(self, plan: StepPlan, times: StepTimes) -> None:
-        """Add the time of a step on the device to the trial of its bucket, and log the end of a trial."""
+    def _tries(self, plan: PlannedRows) -> bool:
+        """Return the form of a step in mode ``measured``: True for micro-batches."""
+        bucket = self._splittable(plan)
+        if bucket is None:
+            return False
+        trial = self._trials.get(bucket)
+        if trial is None:
+            trial = self._trials[bucket] = BucketTrial()
+        if trial.choice is not None:
+            return trial.choice.micro_batches
+        splits_step = trial.next()
+        if splits_step:
+            self._trying.add(plan.step)
+        self._log_end(bucket, trial)
+        return splits_step
+
+    def _add(self, plan: StepPlan, micro_batches: bool, seconds: float) -> None:
+        """Add the time of a step on the device to the trial of its bucket, if the trial is open."""
         bucket = self._splittable(plan)
         trial = None if bucket is None else self._trials.get(bucket)
-        if bucket is not None and trial is not None and trial.observe(times.micro_batches > 1, times.device):
-            assert trial.choice is not None
+        if bucket is not None and trial is not None and trial.choice is None:
+            trial.observe(micro_batches, seconds)
+            self._log_end(bucket, trial)
+
+    def _log_end(self, bucket: Bucket, trial: BucketTrial) -> None:
+        if trial.choice is not None:
             log.info("%s", trial.choice.describe(bucket))
 
     def _class(self, plan: PlannedRows) -> _StepClass:

@@ -20,8 +20,6 @@ from weft.ops.torch_ops import to_int8
 Tensor = torch.Tensor
 
 WHOLE_ROW = 1 << 30
-BYTE_INPUTS = 65_000
-"""Maximum inputs of a matrix for rows of x in 8 bits: sums have 32 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +103,7 @@ def int8_coding(weight: Tensor, group: int) -> Coding | None:
 
     ``group``: see ``pack_int8``.
     """
-    if not group or not rounds_words(weight.dtype) or weight.shape[-1] > BYTE_INPUTS:
+    if not group or not rounds_words(weight.dtype):
         return None
     return Coding(numbers=coded.WORD_ROWS["int8"], scales=0, zeros=0, group=group)
 
@@ -115,7 +113,7 @@ def rounds_words(dtype: torch.dtype) -> bool:
 
     Products of bytes are then more than twice as fast as products of bf16.
     """
-    return dtype == torch.bfloat16 and "word_rows" in cpu.capabilities()
+    return coded.row_bits_of(dtype) == 16 and "word_rows" in cpu.capabilities()
 
 
 def pack_codes(codes: Codes | MixedCodes) -> PackedMatrix | PackedRows:
@@ -146,7 +144,7 @@ def pack_gated_codes(codes: Codes) -> PackedMatrix:
 
 def pack_int4(weight: Tensor) -> PackedMatrix | PackedRows:
     """Round weight, bf16 or float32 [N, K], with ``coded.to_int4`` and pack the result for ``linear``."""
-    return pack_codes(_int4(weight.detach()))
+    return pack_codes(coded.to_int4(weight.detach()))
 
 
 def pack_exact_int4(weight: Tensor) -> PackedMatrix | PackedRows:
@@ -156,11 +154,7 @@ def pack_exact_int4(weight: Tensor) -> PackedMatrix | PackedRows:
 
 def pack_gated_int4(weight: Tensor) -> PackedMatrix:
     """Round weight [2 n, K] with ``coded.to_int4`` and pack the result for ``gated_linear``."""
-    return pack_gated_codes(_int4(weight.detach()))
-
-
-def _int4(weight: Tensor) -> Codes:
-    return (coded.to_int4 if weight.dtype == torch.bfloat16 else coded.to_exact_int4)(weight)
+    return pack_gated_codes(coded.to_int4(weight.detach()))
 
 
 def pack_w4a8(weight: Tensor) -> PackedMatrix | PackedRows:
@@ -197,7 +191,8 @@ def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, Coding]:
         return blocks, codes.coding
     if codes.row_bits == 16 and not codes.four:
         values = (codes.values ^ 128).view(torch.int8)
-        return torch.ops.weft_cpu.pack_bytes.default(values.contiguous(), gated), codes.coding
+        pack_bytes = torch.ops.weft_cpu.pack_bytes.default
+        return pack_bytes(values.contiguous(), gated, codes.coding.group), codes.coding
     if codes.row_bits is not None:
         # The packed layout of nibbles (csrc/rounded.h) has a fixed group of 64.
         assert codes.group == coded.INT4_GROUP
@@ -237,8 +232,7 @@ def stored(codes: Codes) -> Codes:
     """Return ``codes`` as this CPU packs them: rows of x stay as they are, unless it rounds to 16 bits."""
     if codes.row_bits != 16:
         return codes
-    one_scale = codes.four or (codes.scales.shape[-1] == 1 and codes.inputs <= BYTE_INPUTS)
-    keeps = one_scale and rounds_words(torch.bfloat16)
+    keeps = rounds_words(torch.bfloat16) and (codes.four or codes.scales.shape[-1] == 1)
     return codes if keeps else replace(codes, row_bits=None)
 
 
@@ -259,23 +253,22 @@ def _packed(weight: Tensor, *, gated: bool) -> PackedMatrix:
 def _packed_int8(
     weight: Tensor, *, gated: bool, largest: Tensor | None = None, coding: Coding | None
 ) -> PackedMatrix:
-    rounds = coding is not None
-    data, scales = int8_blocks(weight.detach(), gated=gated, largest=largest, rounds_rows=rounds)
+    data, scales = int8_blocks(weight.detach(), gated=gated, largest=largest, coding=coding)
     fields = None if coding is None else coding._asdict()
     return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales, coding=fields)
 
 
 def int8_blocks(
-    weight: Tensor, *, gated: bool, largest: Tensor | None = None, rounds_rows: bool = False
+    weight: Tensor, *, gated: bool, largest: Tensor | None = None, coding: Coding | None
 ) -> tuple[Tensor, Tensor]:
     """Round weight [N, K] to 8 bits. Return (bytes [blocks, ..], scales float32 [N]).
 
-    ``rounds_rows`` selects the layout for rows of x in 8 or 16 bits.
+    ``coding``: for rows of x in 8 or 16 bits; None: rows stay as they are.
     """
     made = to_int8(weight, largest)
     ops = torch.ops.weft_cpu
-    if rounds_rows:
-        data = ops.pack_bytes.default(made.values.contiguous(), gated)
+    if coding is not None:
+        data = ops.pack_bytes.default(made.values.contiguous(), gated, coding.group)
     else:
         data = ops.pack_int8.default(made.values, gated, weight.dtype == torch.bfloat16)
     return data, made.scales.float().flatten().contiguous()
@@ -358,4 +351,4 @@ for _group in ROW_GROUPS:
     serve(f"linear_w8a8-{_group}", linear, partial(pack_w8a8, group=_group), available)
     serve(f"linear_int8-{_group}", linear, partial(pack_int8, group=_group), available)
 serve("linear_int8-exact", linear, partial(pack_int8, group=0), available)
-serve("linear_int4-exact", linear, pack_exact_int4, available, pack_codes, mixes=True)
+serve("linear_int4-exact", linear, pack_exact_int4, available, pack_codes)

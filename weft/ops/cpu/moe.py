@@ -222,14 +222,13 @@ def _matrix(
         if bits == "w8a8"
         else linear.int8_coding(each, WORD_GROUP if group is None else group)
     )
-    rounds = coding is not None
     # Packing zero rows gives the shape of a block in this layout.
-    none, _ = linear.int8_blocks(each.new_zeros(0, each.shape[2]), gated=gated, rounds_rows=rounds)
+    none, _ = linear.int8_blocks(each.new_zeros(0, each.shape[2]), gated=gated, coding=coding)
     packed = _of_blocks(len(each), each.shape[1], none.shape[1:], gated)
     scales = torch.zeros(each.shape[:2])
     of_rows = [None] * len(each) if largest is None else largest.view(len(each), -1, 1)
     for place, (matrix, most) in enumerate(zip(each, of_rows, strict=True)):
-        made = linear.int8_blocks(matrix, gated=gated, largest=most, rounds_rows=rounds)
+        made = linear.int8_blocks(matrix, gated=gated, largest=most, coding=coding)
         packed[place], scales[place] = made
     return _Matrix(packed, scales, coding)
 

@@ -438,9 +438,10 @@ class DecodeGraphs:
         if not (self.works and self.splits):
             return None
         found = self._bucket_of_rows(plan.decode, most_each(plan))
-        if found is None or not self._model.capturable(found.rows * found.each):
+        if found is None:
             return None
-        return found
+        forms = (_exchanged(Key(*found, micro_batches)) for micro_batches in (1, 2))
+        return found if self._model.capturable(*forms) else None
 
     def _bucket_of_rows(self, rows: Segment, each: int) -> Bucket | None:
         """Return the bucket of decode rows with at most ``each`` tokens; None beyond the largest bucket."""

@@ -12,7 +12,7 @@
 //              and the high half of byte i, then of byte 16 + i
 //   8 bits     `eight_slot`
 //
-// For rows rounded to 8 bits (`rounds_rows`) the layout of blocks is in rounded.h.
+// For rows rounded to 8 or 16 bits (`rounds_rows`) the layout of blocks is in rounded.h.
 //
 // With scales in two levels (GGML's K-quants) a group has signed bytes, two per column with minimums. In front of 256 k
 // each column has a float16 factor of its scales, and a second float16 factor of its minimums. With minimums, integers
@@ -46,8 +46,8 @@ enum class Numbers : int64_t {
 enum class Scales : int64_t { floats = 0, e4m3 = 1, e8m0 = 2, halves = 3, levels = 4 };
 enum class Zeros : int64_t { middle = 0, points = 1, minimums = 2 };  // middle: 8 (int4), 32 (int6), 128 (int8)
 
-// True if rows may have 16 bits: products of bytes are more than twice as fast as other products. Elsewhere the second
-// byte could also be -128, which products without VNNI do not take.
+// True if rows may have 16 bits: products of bytes are more than twice as fast as other products. Low bytes may be -128,
+// which products without VNNI do not take.
 constexpr bool kWordRows = WEFT_WORD_ROWS;
 
 struct Coding {

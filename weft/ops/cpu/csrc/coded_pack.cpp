@@ -108,11 +108,13 @@ Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optiona
   return packed;
 }
 
-// values: int8 [rows, inputs], -127 to 127 -> bytes [blocks, bytes of a block], for rows in 8 bits (rounded.h)
-Tensor pack_bytes(const Tensor& values, bool gated) {
+// values: int8 [rows, inputs], -127 to 127 -> bytes [blocks, bytes of a block], for rows in 8 or 16 bits (rounded.h).
+// group: k of a row with a common step; may exceed the row
+Tensor pack_bytes(const Tensor& values, bool gated, int64_t group) {
   WEFT_CHECK(values.dtype() == Dtype::i8 && values.dim() == 2 && values.is_contiguous(), "pack_bytes: values");
   WEFT_CHECK(!gated || values.size(0) % 2 == 0, "a gated weight must have an even number of rows");
-  WEFT_CHECK(values.size(1) <= kByteInputs, "rows of more than ", kByteInputs, " inputs are not rounded to 8 bits");
+  WEFT_CHECK(std::min(group, values.size(1)) <= kByteInputs, "rows of more than ", kByteInputs,
+             " inputs have no common step of rounding");
   const Layout layout{values.size(1), values.size(0), gated};
   const int64_t block_bytes = Coding{Numbers::bytes}.offset(layout.inputs);
   Tensor packed = empty_weights({layout.blocks(), block_bytes}, Dtype::u8);
@@ -134,7 +136,7 @@ Tensor pack_bytes(const Tensor& values, bool gated) {
 }
 
 // values: bytes [rows, inputs / 2 rounded up], the first of a pair in the low half; scales float32 and zeros bytes
-// [rows, groups of 64] -> bytes [blocks, bytes of a block], for rows in 8 bits (rounded.h)
+// [rows, groups of 64] -> bytes [blocks, bytes of a block], for rows in 8 or 16 bits (rounded.h)
 Tensor pack_nibbles(const Tensor& values, const Tensor& scales, const Tensor& zeros, int64_t inputs, bool gated) {
   const int64_t rows = values.size(0), groups = divide_up(inputs, kByteTileDepth);
   WEFT_CHECK(fits(values, Dtype::u8, rows, divide_up(inputs, 2)) && fits(scales, Dtype::f32, rows, groups) &&

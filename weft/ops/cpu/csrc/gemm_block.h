@@ -452,19 +452,23 @@ void run_made(const Product<bf16, Out>& product, const Make& make, const SumScal
   run_brgemm(product, whole, scales, finish, begin, end, column, next, next_bytes);
 }
 
+constexpr int64_t kNibbleRows = 6;  // with more rows, AMX multiplies nibbles faster
+
 // True if rows in 8 bits are multiplied with AMX. Few rows with nibbles are not: the numbers would go through memory.
 inline bool bytes_by_amx(const Coding& coding, int64_t rows) {
-  return WEFT_AMX && use_brgemm && amx_permitted() && coding.row_bytes() == 1 && (coding.of_bytes() || rows > kNibbleTile);
+  const bool pays = coding.of_bytes() || rows > kNibbleRows;
+  return WEFT_AMX && use_brgemm && amx_permitted() && coding.row_bytes() == 1 && pays;
 }
 
 template <class X, class Out>
 Rounding rounding_of(const Product<X, Out>& product, int64_t begin, int64_t end) {
   const Coding& coding = product.coding;
-  return {begin, end - begin, product.layout.inputs, coding.group, coding.row_bytes(), bytes_by_amx(coding, end - begin)};
+  const int64_t rows = end - begin;
+  return {begin, rows, product.layout.inputs, coding.group, coding.row_bytes(), bytes_by_amx(coding, rows)};
 }
 
 // Returns `product` with data for rows [begin, end) that many blocks need: sums for minimums, tiles for AMX, rows in 8
-// bits or in float32. Valid until this thread's next call.
+// or 16 bits or in float32. Valid until this thread's next call.
 template <class X, class Out>
 Product<X, Out> for_rows(Product<X, Out> product, int64_t begin, int64_t end) {
   if (product.coding.rounds_rows()) {

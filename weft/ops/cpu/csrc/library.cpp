@@ -167,7 +167,7 @@ void describe_products(torch::Library& m) {
   add<pack_int8>(m, "pack_int8(Tensor values, bool gated, bool for_bf16) -> Tensor");
   add<embedding>(m, "embedding(Tensor ids, Tensor packed, int rows, int inputs) -> Tensor");
   add_anywhere<set_brgemm>(m, "set_brgemm(bool value) -> bool");
-  add<pack_bytes>(m, "pack_bytes(Tensor values, bool gated) -> Tensor");
+  add<pack_bytes>(m, "pack_bytes(Tensor values, bool gated, int group) -> Tensor");
   add<pack_nibbles>(m, "pack_nibbles(Tensor values, Tensor scales, Tensor zeros, int inputs, bool gated) -> Tensor");
   add<pack_ggml>(m, "pack_ggml(Tensor blocks, int inputs, bool gated, int kind, bool mapped) -> Tensor");
   add_anywhere<weight_bytes>(m, "weight_bytes(int[] sizes) -> Tensor");

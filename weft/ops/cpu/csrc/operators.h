@@ -130,7 +130,7 @@ bool set_brgemm(bool value);
 
 // --- coded_pack.cpp ---
 
-Tensor pack_bytes(const Tensor& values, bool gated);
+Tensor pack_bytes(const Tensor& values, bool gated, int64_t group);
 Tensor pack_nibbles(const Tensor& values, const Tensor& scales, const Tensor& zeros, int64_t inputs, bool gated);
 Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t inputs,
                   bool gated, const Coding& coding);

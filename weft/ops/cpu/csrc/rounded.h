@@ -19,9 +19,10 @@
 //              16 bits: the high bytes of a row, then the low bytes
 //
 // Bytes of weights are unsigned, because vpdpbusd needs one unsigned operand; the sum of a row's codes corrects for the
-// offset. Sums have 32 bits and are exact up to 65,000 inputs: |code * byte| is at most 127 * 255 per input. A group of
-// 64 k of nibbles is exact in float32 before scaling. With 16 bits, the sum of the low bytes is added to 256 times the sum
-// of the high bytes in 32 bits: |code * byte| is at most 32,639 * 255 per input of at most 128.
+// offset. Sums have 32 bits and are exact up to 65,000 inputs of a group: |code * byte| is at most 127 * 255 per input.
+// With 16 bits, the sum of the low bytes is added to 256 times the sum of the high bytes: |code * byte| is at most
+// 32,639 * 255 per input, and a group has at most 128 inputs. Float32 holds a sum of 64 k of nibbles exactly with 8 bits;
+// with 16 bits the sum is rounded, in the same way by all kernels.
 #pragma once
 
 #include "amx.h"
@@ -39,7 +40,7 @@ namespace {
 
 constexpr int kByteDepth = 4;  // k per step
 constexpr int64_t kByteStep = kBlock * kByteDepth;
-constexpr int64_t kByteInputs = 65'000;  // inputs with exact sums
+constexpr int64_t kByteInputs = 65'000;  // inputs of a group with exact sums
 constexpr int64_t kByteTileRows = 16, kByteTileDepth = 64;
 constexpr int64_t kNibbleHead = kBlock * 5, kNibbleGroup = kNibbleHead + kByteTileDepth / kByteDepth * kByteStep / 2;
 
@@ -83,6 +84,21 @@ inline uint32_t largest_bits(const bf16* x, int64_t count) {
   return uint32_t(most) << 16;
 }
 
+#if WEFT_AVX2
+// Writes 16 integers of 8 bits.
+inline void store_bytes(__m256i first, __m256i second, int8_t* to) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+}
+
+inline int32_t sum_of(__m256i x) {
+  const __m128i fours = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  const __m128i twos = _mm_add_epi32(fours, _mm_unpackhi_epi64(fours, fours));
+  return _mm_cvtsi128_si32(twos) + _mm_extract_epi32(twos, 1);
+}
+#endif
+
 // Writes 64 codes of `left` numbers, with zeros behind; returns the sum of codes. Halves round to even.
 template <class X>
 int32_t round_bytes(const X* x, int64_t left, float inverse, int8_t* to) {
@@ -104,13 +120,9 @@ int32_t round_bytes(const X* x, int64_t left, float inverse, int8_t* to) {
     const vf scaled = value * splat(inverse);
     const __m256i first = _mm256_cvtps_epi32(scaled.a), second = _mm256_cvtps_epi32(scaled.b);
     total = _mm256_add_epi32(total, _mm256_add_epi32(first, second));
-    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), 0xd8);
-    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * part), bytes);
+    store_bytes(first, second, to + 16 * part);
   }
-  const __m128i fours = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
-  const __m128i twos = _mm_add_epi32(fours, _mm_unpackhi_epi64(fours, fours));
-  return _mm_cvtsi128_si32(twos) + _mm_extract_epi32(twos, 1);
+  return sum_of(total);
 #elif WEFT_NEON
   int32x4_t total = vdupq_n_s32(0);
   for (int part = 0; part < 4; ++part) {
@@ -159,6 +171,23 @@ int32_t round_words(const X* x, int64_t left, float inverse, int8_t* high, int8_
     _mm_storeu_si128(reinterpret_cast<__m128i*>(low + 16 * part), _mm512_cvtepi32_epi8(code));
   }
   return _mm512_reduce_add_epi32(total);
+#elif WEFT_AVX2
+  __m256i total = _mm256_setzero_si256();
+  for (int part = 0; part < 4; ++part) {
+    const int count = int(std::clamp<int64_t>(left - 16 * part, 0, 16));
+    const vf value = count == 16 ? load(x + 16 * part) : count ? load_n(x + 16 * part, count) : splat(0.0f);
+    const vf scaled = value * splat(inverse);
+    const __m256i codes[2] = {_mm256_cvtps_epi32(scaled.a), _mm256_cvtps_epi32(scaled.b)};
+    __m256i upper[2], lower[2];
+    for (int half = 0; half < 2; ++half) {
+      upper[half] = _mm256_srai_epi32(_mm256_add_epi32(codes[half], _mm256_set1_epi32(128)), 8);
+      lower[half] = _mm256_sub_epi32(codes[half], _mm256_slli_epi32(upper[half], 8));
+      total = _mm256_add_epi32(total, codes[half]);
+    }
+    store_bytes(upper[0], upper[1], high + 16 * part);
+    store_bytes(lower[0], lower[1], low + 16 * part);
+  }
+  return sum_of(total);
 #else
   int32_t total = 0;
   for (int64_t k = 0; k < kByteTileDepth; ++k) {
@@ -477,7 +506,7 @@ struct NibbleHead {
     for (int half = 0; half < 2; ++half)
       scale[half] = load_as<vf>(at + 64 * half), zero[half] = int8_floats(at + 4 * kBlock + half * kLanes);
   }
-  // total + the value of one group's sums. codes: the row's sum; the inner fma is exact.
+  // total + the value of one group's sums. codes: the row's sum. The inner fma is exact for rows in 8 bits.
   vf add(vf total, ByteSums sums, int half, int32_t codes, float step) const {
     return fma(fma(splat(float(-codes)), zero[half], as_floats(sums, 0)), scale[half] * splat(step), total);
   }
