@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.specs import model_spec
 from weft.common.errors import ConfigError
-from weft.config.sharding import check, local_spec, share, share_of_kv
+from weft.config.sharding import check, local_spec, rank_counts, share, share_of_kv
 from weft.config.sizing import memory
 from weft.config.spec import CacheSpec, DeltaSpec, ModelSpec, MoESpec, StatePart
 from weft.types.layout import ALONE, Layout
@@ -53,6 +53,20 @@ def test_everything_that_does_not_divide_is_named() -> None:
     message = _refused(model_spec(heads=4, intermediate=10, delta=delta), Layout(tensor=3))
     assert "4 attention heads and 2 delta net key heads and 10 intermediate size and 2 KV heads" in message
     assert message.endswith("; 1 or 2 would work")
+
+
+def test_numbers_of_ranks_that_divide_a_model() -> None:
+    """A number counts if tensor or expert parallelism permits it."""
+    assert rank_counts(model_spec(heads=12, intermediate=2304, caches=_kv(4))) == (2, 4)
+    assert rank_counts(model_spec(heads=16, intermediate=2816, caches=_kv(8))) == (2, 4, 8)
+    assert rank_counts(model_spec(heads=14, intermediate=4864, caches=_kv(2))) == (2,)
+    assert rank_counts(model_spec(heads=3, intermediate=16, caches=_kv(1))) == ()
+    dealt = model_spec(heads=8, caches=_kv(8), moe=_moe(layers=(0, 1)), layers=2)
+    assert rank_counts(dealt) == (2, 4, 8)
+
+
+def _kv(heads: int) -> tuple[CacheSpec, ...]:
+    return (CacheSpec(kind="full", layers=(0,), kv_heads=heads, head_dim=8),)
 
 
 def test_experts_divide_or_are_dealt_out() -> None:

@@ -195,6 +195,20 @@ def test_ranks_round_the_groups_of_one_rank(quantization: str, inputs: int, grou
         ).all()
 
 
+@pytest.mark.parametrize(
+    ("counts", "groups"),
+    [((2, 4, 8), (0, 0)), ((2, 4), (64, 64)), ((2,), (128, 64)), ((), (128, 64))],
+)
+def test_rows_are_rounded_if_all_numbers_of_ranks_have_whole_groups(
+    counts: tuple[int, ...], groups: tuple[int, int]
+) -> None:
+    """2,304 inputs: two ranks have 9 groups of 128, four ranks 9 groups of 64."""
+    assert (coded.row_group("int8", 2304, counts), coded.row_group("int4", 2304, counts)) == groups
+    cpu_device = torch.device("cpu")
+    build = Build(dtype=torch.bfloat16, device=cpu_device, quantization="int8", rank_counts=counts)
+    assert build.matrix_op("linear", divided=2304) is build.op(f"linear_int8-{groups[0] or 'exact'}")
+
+
 def test_models_in_float32_keep_their_rows() -> None:
     weight = torch.randn(34, 1024)
     for quantization in ("int8", "int4"):

@@ -68,6 +68,12 @@ def _fits(spec: ModelSpec, layout: Layout, ranks: int) -> bool:
     return kv and all(size % ranks == 0 for _, size in _divided(spec, layout))
 
 
+def rank_counts(spec: ModelSpec) -> tuple[int, ...]:
+    """Return the numbers of ranks, out of 2, 4 and 8, that can divide the model, with or without expert
+    parallelism."""
+    return tuple(ranks for ranks in (2, 4, 8) if _fits(spec, Layout(expert=True), ranks))
+
+
 def _kv_heads(spec: ModelSpec) -> list[int]:
     """Return the different numbers of KV heads in KV cache groups."""
     return sorted({cache.kv_heads for cache in spec.caches if cache.kv_heads})

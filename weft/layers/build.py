@@ -80,6 +80,8 @@ class Build:
     """True if matrices wait on the host until packing, because plain matrices are larger than packed ones."""
     invariant: bool = False
     """Require ops in which the bits of a row do not depend on other rows."""
+    rank_counts: tuple[int, ...] = (2, 4, 8)
+    """Numbers of ranks that may divide the model. Rows of x are rounded alike with all of them."""
     experts: ExpertOptions = ExpertOptions()
     adapters: AdapterOptions = AdapterOptions()
     ops: dict[tuple[str, torch.dtype], Implementation] = field(default_factory=dict)
@@ -180,11 +182,15 @@ class Build:
             note.rounds = coded.GROUPED.get(self._kind(shard.size))
         return made
 
+    def row_group(self, divided: int) -> int:
+        """Return ``coded.row_group`` of rows of ``divided`` inputs, which ranks divide."""
+        return coded.row_group(self.quantization, divided, self.rank_counts)
+
     def _kind(self, divided: int) -> str:
         """Return the quantization of a matrix; ``divided``: see ``matrix_op``."""
         if not divided:
             return self.quantization
-        group = coded.row_group(self.quantization, divided)
+        group = self.row_group(divided)
         kinds = {
             "w8a8": f"w8a8-{group}" if group else "int8-exact",
             "int8": f"int8-{group}" if group else "int8-exact",

@@ -24,6 +24,7 @@ from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
 from weft.config.families.facts import Facts, read_json
 from weft.config.families.weight_files import weight_files
+from weft.config.sharding import rank_counts
 from weft.config.spec import ModelSpec
 from weft.gguf.checkpoint_folder import gguf_files
 from weft.layers.build import AdapterOptions, Build, ExpertOptions
@@ -76,6 +77,7 @@ def build_model(
         quantization=quantization,
         staged=staged,
         invariant=invariant,
+        rank_counts=rank_counts(spec),
         experts=experts or ExpertOptions(),
         adapters=adapters or AdapterOptions(),
     )

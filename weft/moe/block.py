@@ -23,7 +23,6 @@ from weft.moe.experts import RankExperts, rank_experts, settled
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
 from weft.moe.products import Products
-from weft.ops.coded import row_group
 from weft.ops.low_rank import AdapterRows
 from weft.ops.moe import Contribution, ExpertSum, Gate, Routed, has_codes
 from weft.ops.routing import Rule
@@ -125,8 +124,8 @@ class RoutedMLP(FeedForward, Packs):
             scale=spec.scale,
         )
         self._gate = Gate(activation=activation, limit=spec.limit, alpha=spec.alpha)
-        self._inner_group = row_group(build.quantization, spec.intermediate)
-        self._shared_inner_group = row_group(build.quantization, spec.shared)
+        self._inner_group = build.row_group(spec.intermediate)
+        self._shared_inner_group = build.row_group(spec.shared)
         self._build = build
         self._notes = build.notes
         op = "moe" if spec.gated else "moe_plain"

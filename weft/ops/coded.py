@@ -511,22 +511,28 @@ ROW_GROUPS = (128, 64)
 """Inputs of x that may have a common step of rounding, where ranks divide the inputs."""
 INT8_DIVIDED = ("int8-exact", *(f"int8-{group}" for group in ROW_GROUPS))
 """Kinds of int8 matrices whose inputs ranks divide, by the rounding of rows of x on a CPU."""
-UNCUT = {"w8a8": 4 * INT4_GROUP, "w4a8": 4 * INT4_GROUP, "int8": 8 * INT4_GROUP, "int4": 8 * INT4_GROUP}
-"""If K is a multiple of this number, two and four ranks have whole groups; with int8 and int4 also eight."""
+UNCUT = 4 * INT4_GROUP
+"""If K is a multiple of this number, two and four ranks have whole groups."""
 LARGEST_E4M3 = 448.0
 FP8_GROUP = 128
 
 
-def row_group(quantization: str, divided: int) -> int:
+def row_group(quantization: str, divided: int, rank_counts: Sequence[int] = (2, 4, 8)) -> int:
     """Return the inputs of a row of x with a common step, where ranks divide ``divided`` inputs of all rows.
 
-    0: such rows are not rounded. The number depends on no number of ranks, so that all ranks round alike.
+    0: such rows are not rounded. The number does not depend on the present number of ranks, so that all ranks
+    round alike: w8a8 and w4a8 on two and four ranks, int8 and int4 on each number of ``rank_counts``.
     """
-    if quantization not in UNCUT or divided % UNCUT[quantization]:
-        return 0
-    # Small groups cost more. Eight ranks have whole groups of 128 if K is a multiple of 1024.
+    # Small groups cost more.
     large, small = ROW_GROUPS
-    return large if quantization in ("w8a8", "int8") and divided % (8 * large) == 0 else small
+    if quantization in ("int8", "int4"):
+        most = max(rank_counts, default=1)
+        sizes = (large, small) if quantization == "int8" else (small,)
+        return next((size for size in sizes if divided % (most * size) == 0), 0)
+    if quantization not in ("w8a8", "w4a8") or divided % UNCUT:
+        return 0
+    # Eight ranks have whole groups of 128 if K is a multiple of 1024.
+    return large if quantization == "w8a8" and divided % (8 * large) == 0 else small
 
 
 def _grouped(weight: Tensor, group: int) -> tuple[Tensor, int]:

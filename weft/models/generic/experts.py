@@ -22,7 +22,6 @@ from weft.moe.experts import RankExperts, rank_experts
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
 from weft.ops import torch_ops
-from weft.ops.coded import row_group
 from weft.ops.moe import Gate, Routed, has_codes
 from weft.ops.routing import Rule
 from weft.parallel.comm import drive
@@ -91,7 +90,7 @@ class RoutedExperts(Packs):
         self.gate_up_bias = build.weight(count, both.count, shard=mine or both) if bias else None
         self.down_bias = build.weight(count, hidden, shard=mine) if bias else None
         self._op = build.matrix_op("moe_pieces")
-        self._inner_group = row_group(build.quantization, inner.size)
+        self._inner_group = build.row_group(inner.size)
         self._rule = Rule(top_k=top_k, scoring="softmax", renormalize=False)
         self._gate = gate
         self._build = build
