@@ -17,8 +17,8 @@ import pytest
 from weft.ops.cpu import build
 
 OBJDUMP = shutil.which("objdump")
-KERNELS = re.compile(r"\b(\w+_sums|sum_bytes)<")
-PRODUCT = re.compile(r"\t(vfn?madd\d+ps|vdpbf16ps|vpdpbusds?|vpmaddubsw)\b.*%[yz]mm")
+KERNELS = re.compile(r"\b((?:tile|float|widened|byte|nibble|apart_nibble)_sums|sum_bytes)<")
+PRODUCT = re.compile(r"\t(?:{vex} )?(vfn?madd\d+ps|vdpbf16ps|vpdpbusds?|vpmaddubsw)\b.*%[yz]mm")
 SPILL = re.compile(r"\tv(mov\w+)\s+%[yz]mm\d+,-?(0x[0-9a-f]+)?\(%r[sb]p\)")
 JUMP = re.compile(r"\tj\w+\s+([0-9a-f]+) <")
 
@@ -62,8 +62,8 @@ def test_sums_stay_in_registers(extension: None) -> None:
             if products < 4:
                 continue
             spills = sum(SPILL.search(line) is not None for line in loop)
-            # A tile of all registers may lack some: one sum in eight may be in memory.
-            assert spills * 8 <= products, f"{spills} spills, {products} products: {name}\n" + "\n".join(loop)
+            # A tile of all registers may lack some: one sum in seven may be in memory.
+            assert spills * 7 <= products, f"{spills} spills, {products} products: {name}\n" + "\n".join(loop)
             found.add(KERNELS.search(name)[1])  # type: ignore[index]
     assert {"apart_nibble_sums", "sum_bytes", "tile_sums"} <= found or {"byte_sums", "float_sums"} <= found, (
         found

@@ -540,7 +540,10 @@ __attribute__((noinline)) void nibble_sums(const int8_t* codes, int64_t stride, 
 #if defined(__AVXVNNI__)
           for (int i = 0; i < 2; ++i) sum[row][i] = _mm256_dpbusd_avx_epi32(sum[row][i], half[i], x);
 #else
-          for (int i = 0; i < 2; ++i) sum[row][i] = _mm256_add_epi16(sum[row][i], _mm256_maddubs_epi16(half[i], x));
+          for (int i = 0; i < 2; ++i) {
+            sum[row][i] = _mm256_add_epi16(sum[row][i], _mm256_maddubs_epi16(half[i], x));
+            asm("" : "+x"(sum[row][i]));  // or GCC keeps products in memory and adds them later
+          }
 #endif
         }
       }
