@@ -189,7 +189,9 @@ def test_min_tokens_may_not_pass_max_tokens() -> None:
 
 
 @pytest.mark.requirement("F35")
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED | {"echo"}))
+@pytest.mark.parametrize(
+    "name", sorted(UNSUPPORTED | {"echo", "safe_prompt", "separate_reasoning", "stream_reasoning"})
+)
 def test_known_parameters_that_are_not_supported(name: str) -> None:
     error = refused(chat, **{name: [{"type": "function"}]})
     assert (error.param, error.error_code) == (name, "unsupported_parameter")

@@ -119,7 +119,7 @@ def _fields(cls: type[Any]) -> dict[str, msgspec.structs.FieldInfo]:
 
 def _refused(name: str, cls: type[Body]) -> InvalidRequest:
     """Return the error for a parameter that the request does not have."""
-    if name in cls.unsupported:
+    if name in cls.unsupported or name in cls.neutral:  # here with a value that has an effect
         hint = f": {cls.instead[name]}" if name in cls.instead else ""
         return InvalidRequest(
             f"{name} is not supported by this server{hint}", param=name, code="unsupported_parameter"
