@@ -150,8 +150,7 @@ def _snapshot(
 ) -> str:
     """Download a hub repository and return the local folder.
 
-    Blocks. Raise ConfigError, for an unsupported model before the weights are downloaded, and for broken
-    links in the local cache.
+    Blocks. Raise ConfigError, for an unsupported model or broken links before weights are downloaded.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
