@@ -72,6 +72,10 @@ def test_a_model_that_cannot_stop_thinking_thinks_unseen(client: Any, stream: bo
     assert not any(line.message.thinking for line in lines)
     assert "".join(line.message.content or "" for line in lines).strip() == "Four."
     assert lines[-1].eval_count > len("Four.")
+    got = client.generate(model=MODEL, prompt="think of 2 + 2", stream=stream, think=False)
+    lines = list(got) if stream else [got]
+    assert not any(line.thinking for line in lines)
+    assert "".join(line.response or "" for line in lines).strip() == "Four."
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -102,7 +106,12 @@ def test_fields_of_other_apis_beside_the_options(server: Running) -> None:
     cut = chat("count", max_output_tokens=3, temperature=0.5, top_p=0.5, stop=["zz"])
     assert (cut["eval_count"], cut["done_reason"]) == (3, "length")
     assert chat("count", max_tokens=3, options={"num_predict": 2})["eval_count"] == 2
-    assert chat("count", temperature=-1) == "options.temperature must be at least 0 and at most 100"
+    # A negative option means no limit, and wins, too.
+    assert chat("count", max_tokens=3, options={"num_predict": -1})["message"]["content"] == "1 2 3 4 5"
+    assert chat("count", max_tokens=3, options={"num_predict": None})["eval_count"] == 3
+    assert chat("count", temperature=-1) == "temperature must be at least 0 and at most 100"
+    assert chat("count", temperature=1, options={"temperature": -1}).startswith("options.temperature must")
+    assert chat("count", max_output_tokens=-1).startswith("max_output_tokens must be between 1")
     assert chat("count", tool_choice="required") == "tool_choice needs tools"
     for choice in ("auto", "required", {"type": "function", "name": "get_weather"}):
         found = chat("weather", tools=[WEATHER], tool_choice=choice)

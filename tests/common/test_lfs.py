@@ -61,7 +61,17 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
             read(tmp_path / "pointer")
 
 
-@pytest.mark.parametrize("name", ["config.json", "chat_template.jinja", "tokenizer.model", "merges.txt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "chat_template.jinja",
+        "tokenizer.model",
+        "merges.txt",
+        "additional_chat_templates/tool_use.jinja",
+        "1_Pooling/config.json",
+    ],
+)
 def test_links_to_missing_files_are_named(tmp_path: Path, name: str) -> None:
     """A copy of a snapshot folder of the hub's cache without the folder blobs has such links only."""
     (tmp_path / "README.md").symlink_to("../../blobs/0a")  # no file of the model
@@ -69,6 +79,17 @@ def test_links_to_missing_files_are_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "generation_config.json").symlink_to("real")
     refuse_broken_links(tmp_path)
     refuse_broken_links(tmp_path / "absent")
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original/params.json").symlink_to("../../blobs/0a")  # another format
+    refuse_broken_links(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).symlink_to("../../blobs/0b")
     with pytest.raises(ConfigError, match=rf"{name} .* is a link to .*blobs/0b, which does not exist"):
+        refuse_broken_links(tmp_path)
+
+
+def test_links_that_cannot_be_followed_are_named(tmp_path: Path) -> None:
+    """As a link into a folder without permission: Path.exists raises an OSError."""
+    (tmp_path / "config.json").symlink_to("x" * 1000)
+    with pytest.raises(ConfigError, match=r"config.json of the model is a link to x+, which does not exist"):
         refuse_broken_links(tmp_path)

@@ -81,6 +81,9 @@ def test_hub_name_from_the_local_cache(tmp_path: Path) -> None:
         found = hub.resolve_model_path("tiny-org/tiny-model", revision, cache_dir=str(tmp_path))
         assert Path(found) == snapshot
     assert hub.cached_models(str(tmp_path)) == ["tiny-org/tiny-model"]
+    (snapshot / "tokenizer.json").symlink_to(Path("../../blobs/bb"))  # as after a cleanup of blobs
+    with pytest.raises(ConfigError, match=r"tokenizer.json of the model is a link to .*blobs/bb"):
+        hub.resolve_model_path("tiny-org/tiny-model", cache_dir=str(tmp_path))
 
 
 @pytest.mark.usefixtures("_offline")

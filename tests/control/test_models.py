@@ -60,6 +60,10 @@ def test_a_model_that_was_just_used_stays_for_a_moment() -> None:
     assert made.on(m.Wanted("b"), 1.0) == []
     assert made.on(m.Tick(), 4.9) == []
     assert made.on(m.Tick(), 5.0) == [Unload("a")]
+    made = table(ModelFacts("a", 1), ModelFacts("b", 1), budget=1)
+    up(made, "a", 0.0)
+    made.on(m.Wanted("a"), m.HYSTERESIS_S)
+    assert made.on(m.Wanted("b"), m.HYSTERESIS_S + 0.1) == [Unload("a")], "a had its time"
 
 
 def test_an_unload_in_a_load_counts_at_its_end_unless_a_request_waits() -> None:

@@ -135,6 +135,7 @@ def test_fields_of_mistrals_clients(reader: Reader) -> None:
     assert chat(reader, random_seed=7, safe_prompt=False).params.seed == 7
     assert chat(reader, random_seed=7, seed=7).params.seed == 7
     assert refused(reader, random_seed=7, seed=8) == "random_seed"
+    assert refused(reader, random_seed=1 << 64) == "random_seed"
     assert refused(reader, safe_prompt=True) == "safe_prompt"
 
 

@@ -72,8 +72,12 @@ def test_a_body_that_is_no_json_says_where() -> None:
         (b"", "the body is empty"),
         (b" \n", "the body is empty"),
         (b'{"user": "\\ud83d", "n": 1}', r"surrogate pair \(byte 16\)"),
-        (b'{"user": "x\\ud83d"}', r"surrogate pair \(byte 11\)"),
-        (b'{"messages": [{"content": "x\\uD83Da"}]}', r"surrogate pair \(byte 28\)"),
+        (b'{"user": "x\\ud83d"}', r"surrogate pair \(byte 17\)"),
+        (b'{"user": "x\\ud83d\\n"}', r"surrogate pair \(byte 17\)"),
+        (b'{"user": "x\\ud83d"} \n', r"surrogate pair \(byte 17\)"),
+        (b'{"messages": [{"content": "x\\uD83Da"}]}', r"surrogate pair \(byte 34\)"),
+        (b'{"user": "x\\\\ud83d"', "truncated"),
+        (b'{"user": "}', "truncated"),
         (b'{"user": "x\\ud83d', "truncated"),
         (b'{"user": "x\\ud83d\\ude', "truncated"),
         (b'{"model": 1e999}', "range"),
@@ -185,7 +189,9 @@ def test_min_tokens_may_not_pass_max_tokens() -> None:
 
 
 @pytest.mark.requirement("F35")
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED | {"echo"}))
+@pytest.mark.parametrize(
+    "name", sorted(UNSUPPORTED | {"echo", "safe_prompt", "separate_reasoning", "stream_reasoning"})
+)
 def test_known_parameters_that_are_not_supported(name: str) -> None:
     error = refused(chat, **{name: [{"type": "function"}]})
     assert (error.param, error.error_code) == (name, "unsupported_parameter")

@@ -318,6 +318,15 @@ def test_a_blank_template_is_none(blank: str, folders: dict[str, Path], tmp_path
         TextModel.load(folder, folder / "chat_template.jinja")
 
 
+def test_a_blank_template_for_tools_is_none(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copytree(folders["byte_level"], tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("default {% if tools %}{{ tools | length }}{% endif %}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool_use.jinja").write_text(" \n")
+    tool = Tool(name="f")
+    assert TextModel.load(folder).chat.encode([user("x")], tools=[tool]).text == "default 1"
+
+
 def test_a_template_that_shows_nothing_is_named(all_tokenizers: dict[str, Tokenizer]) -> None:
     chat = ChatFormat(all_tokenizers["words"], "{% if tools %}{{ messages[0].content }}{% endif %}")
     with pytest.raises(InvalidRequest, match="chat template makes an empty prompt") as caught:

@@ -6,6 +6,7 @@ A pointer is a small text file in place of a large file until ``git lfs pull`` f
 from __future__ import annotations
 
 import os
+from glob import glob
 from pathlib import Path
 
 from weft.common.errors import ConfigError
@@ -14,8 +15,10 @@ _FIRST_LINES = (b"version https://git-lfs.github.com/spec/", b"version https://h
 """First lines of the current form and of the oldest form."""
 _LONGEST = 1024
 """Pointers have fewer bytes. Larger files are real."""
-_SMALL_FILES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-"""Suffixes of the files of a model that are optional, or that have an alternative."""
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+"""All files of a model except weights: configuration, tokenizer, templates."""
+_FOLDERS = ("", "additional_chat_templates/", "[0-9]_*/")
+"""Folders with small files: the model's own, named templates, modules of sentence-transformers."""
 
 
 def is_pointer(path: Path) -> bool:
@@ -40,16 +43,19 @@ def refuse_pointer(path: Path, param: str | None = None) -> None:
 
 
 def refuse_broken_links(folder: Path, param: str | None = None) -> None:
-    """Raise ConfigError with the name of a small file in ``folder`` that is a link to a missing file.
+    """Raise ConfigError with the name of a small file of the model that is a link to a missing file.
 
     A missing optional file has defaults. A broken link would silently have the same defaults, for example
     other ends of text. Such links remain when a snapshot of the hub's cache is copied without its blobs.
     """
-    for path in sorted(folder.glob("*")):
-        if path.suffix in _SMALL_FILES and path.is_symlink() and not path.exists():
+    patterns = [place + pattern for place in _FOLDERS for pattern in SMALL_FILES]
+    for name in sorted(name for pattern in patterns for name in glob(pattern, root_dir=folder)):
+        path = folder / name
+        # Path.glob and Path.exists raise errors for a link into a folder without permission.
+        if path.is_symlink() and not os.path.exists(path):
             raise ConfigError(
-                f"{path.name} of the model is a link to {os.readlink(path)}, which does not exist: copy the "
-                "folder with the files behind the links (cp -rL), or download the model again",
+                f"{name} of the model is a link to {os.readlink(path)}, which does not exist or cannot be "
+                "read: copy the folder with the files behind the links (cp -rL), or download the model again",
                 param=param,
             )
 

@@ -11,15 +11,13 @@ from pathlib import Path
 from weft.common import env
 from weft.common.errors import ConfigError
 from weft.common.folder import expanded
-from weft.common.lfs import refuse_broken_links
+from weft.common.lfs import SMALL_FILES, refuse_broken_links
 from weft.common.spelling import misspelt
 from weft.config.families.load import refuse_unserved
 from weft.gguf.checkpoint_folder import check_tokenizer, checkpoint_folder, find_gguf
 
 BUNDLED = Path(__file__).resolve().parents[1] / "checkpoints"
 
-#: All files except weights: configuration, tokenizer, templates.
-_SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _WEIGHTS = {"pickle": ["*.bin", "*.pt", "*.pth"], "dummy": []}
 _OTHER_FORMATS = ["original/*", "consolidated*", "*.gguf", "onnx/*", "openvino/*"]
 
@@ -152,7 +150,7 @@ def _snapshot(
 ) -> str:
     """Download a hub repository and return the local folder.
 
-    Blocks. Raise ConfigError, for an unsupported model before the weights are downloaded.
+    Blocks. Raise ConfigError, for an unsupported model or broken links before weights are downloaded.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -178,11 +176,12 @@ def _snapshot(
         )
 
     try:
-        small = fetched(_SMALL_FILES)
+        small = fetched([*SMALL_FILES])
+        refuse_broken_links(Path(small), "--model")  # the cache may have lost its blobs
         if not weights:
             return small
         refuse_unserved(Path(small), model_impl)  # refuse before a download of hours
-        return fetched(_SMALL_FILES + weights)
+        return fetched([*SMALL_FILES, *weights])
     # Order matters: GatedRepoError is a RepositoryNotFoundError, and most others are OSErrors.
     except GatedRepoError as error:
         raise ConfigError(

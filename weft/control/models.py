@@ -33,7 +33,8 @@ from weft.common.errors import Unavailable, WeftError
 HYSTERESIS_S = 30.0
 """Minimum seconds between the load of a model and a drain while the model is in use."""
 QUIET_S = 5.0
-"""Minimum seconds without a request before another model may take the place of a model."""
+"""Minimum seconds without a request before another model may take the place of a model, within
+``HYSTERESIS_S`` of the load. Later, another model may take the place at once."""
 TURN_S = 600.0
 """Seconds after a load for lines before other lines may take the place of the model."""
 BATCH_QUIET_S = 60.0

@@ -245,7 +245,9 @@ class ChatFormat:
         """
         if not ids:
             raise InvalidRequest(
-                "the model's chat template makes an empty prompt of these messages", param="messages"
+                "the model's chat template makes an empty prompt of these messages; send other messages, or "
+                "start the server with another --chat-template",
+                param="messages",
             )
         rules = self._images
         if not shown:

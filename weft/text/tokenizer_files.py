@@ -145,7 +145,7 @@ def _chat_template(root: Path, config: dict[str, Any]) -> str | None:
         named = value if isinstance(value, dict) else listed
         default, tools = named.get(_DEFAULT), named.get(_TOOLS)
         if isinstance(default, str) and default.strip():
-            return with_tools(default, tools) if isinstance(tools, str) else default
+            return with_tools(default, tools) if isinstance(tools, str) and tools.strip() else default
     return None
 
 

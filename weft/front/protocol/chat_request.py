@@ -16,7 +16,7 @@ from weft.front.protocol.fields import CHAT_NEUTRAL, UNSUPPORTED
 from weft.front.protocol.generate_request import Generate, form_of
 from weft.front.protocol.parse import MAX_NAME, between, missing
 from weft.front.protocol.tools import FunctionTool, ToolChoice, ToolUse, tool_use
-from weft.types.sampling import MAX_TOP_LOGPROBS, SamplingParams, StopIn
+from weft.types.sampling import MAX_TOP_LOGPROBS, SEED_MASK, SamplingParams, StopIn
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 V = TypeVar("V", str, int, bool)
@@ -148,8 +148,10 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
                     "max_tokens and max_completion_tokens are different; send only one of the two",
                     param="max_tokens",
                 )
-        if self.random_seed is not None and self.seed not in (None, self.random_seed):
-            raise InvalidRequest("seed and random_seed are different; send only one", param="random_seed")
+        if self.random_seed is not None:
+            between("random_seed", self.random_seed, -(1 << 63), SEED_MASK)
+            if self.seed not in (None, self.random_seed):
+                raise InvalidRequest("seed and random_seed are different; send only one", param="random_seed")
         check_metadata(self.metadata)
 
     def _check_prompt(self) -> None:

@@ -88,7 +88,7 @@ class _Generates(OllamaBody, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     # Fields of OpenAI's API beside ``options``, as Vercel's AI SDK (ollama-ai-provider-v2) sends them. Ollama
-    # drops them. Here they have their meaning, and a field of ``options`` wins.
+    # drops these fields. Here the fields have their meaning, and a field of ``options`` wins.
     temperature: float | None = None
     top_p: float | None = None
     frequency_penalty: float | None = None
@@ -97,12 +97,21 @@ class _Generates(OllamaBody, frozen=True, kw_only=True):
     max_tokens: int | None = None
     max_output_tokens: int | None = None
 
+    def beside(self) -> dict[str, str]:
+        """Return parameter of OpenAI's API -> field of this body that sets the parameter. A field counts
+        without an option of the same meaning."""
+        options = self.options or {}
+        found = {}
+        for field, name in _BESIDE.items():
+            option = "num_predict" if name == "max_tokens" else name
+            if getattr(self, field) is not None and options.get(option) is None:
+                found[name] = field
+        return found
+
     def common(self) -> dict[str, Any]:
         """Return the fields common to both kinds of OpenAI's bodies. Raises InvalidRequest."""
         made: dict[str, Any] = {"model": self.model, "stream": self.stream is not False}
-        most = self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
-        beside = {name: getattr(self, name) for name in _BESIDE} | {"max_tokens": most}
-        made |= {name: value for name, value in beside.items() if value is not None}
+        made |= {name: getattr(self, field) for name, field in self.beside().items()}
         made |= sampling_of(self.options or {})
         if isinstance(self.format, str) and self.format != "json":
             raise InvalidRequest('format must be "json" or a JSON schema', param="format")
@@ -234,7 +243,12 @@ _SAME = {
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int,
     "presence_penalty": float, "frequency_penalty": float, "stop": str | list[str],
 }
-_BESIDE = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "stop")
+_BESIDE = {
+    "temperature": "temperature", "top_p": "top_p", "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty", "stop": "stop", "max_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+}
+"""Field beside ``options`` -> parameter of OpenAI's API. The last field of one parameter wins."""
 _NO_EFFECT = frozenset((
     "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only",
     "use_mmap", "use_mlock", "embedding_only", "num_thread", "num_keep", "numa",

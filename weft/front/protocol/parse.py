@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import codecs
 import functools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -19,8 +18,7 @@ import msgspec
 from weft.common.errors import InvalidRequest, NotFound
 from weft.front.protocol.type_walk import values_at, without_nulls
 
-_LONE_HALF = re.compile(rb"""\\u[dD][89abAB][0-9a-fA-F]{2}[^\\"]{0,4}"[^\\]{0,4}\Z""")
-"""First half of a surrogate pair without a second half, in the last string of a body."""
+_MALFORMED = "jSON is malformed: "
 MAX_NAME = 512
 """Maximum characters of a model name, a user, a metadata key or value."""
 
@@ -70,14 +68,20 @@ def decode(body: bytes) -> dict[str, Any]:
 
 def _malformed(error: msgspec.MsgspecError, body: bytes) -> str:
     """Return why ``body`` is not valid JSON."""
-    why = _reason(error).removeprefix("jSON is malformed: ")
+    why = _reason(error).removeprefix(_MALFORMED)
     if "truncated" not in why:
         return why
     if not body.removeprefix(codecs.BOM_UTF8).strip():
         return "the body is empty"
-    # Clients cut texts inside an emoji. The parser calls a lone half near the end truncated.
-    half = _LONE_HALF.search(body, max(0, len(body) - 16))
-    return why if half is None else f"unexpected end of escaped utf-16 surrogate pair (byte {half.start()})"
+    if not body.rstrip().endswith(b"}"):
+        return why
+    # Clients cut texts inside an emoji. The parser looks for the second half in the next 6 bytes, and calls a
+    # body that ends before truncated. Space behind the body brings out the real error.
+    try:
+        msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8) + b" " * 6)
+    except msgspec.MsgspecError as found:
+        return _reason(found).removeprefix(_MALFORMED)
+    return why
 
 
 def make(data: Mapping[str, Any], cls: type[B]) -> B:
@@ -115,7 +119,7 @@ def _fields(cls: type[Any]) -> dict[str, msgspec.structs.FieldInfo]:
 
 def _refused(name: str, cls: type[Body]) -> InvalidRequest:
     """Return the error for a parameter that the request does not have."""
-    if name in cls.unsupported:
+    if name in cls.unsupported or name in cls.neutral:  # here with a value that has an effect
         hint = f": {cls.instead[name]}" if name in cls.instead else ""
         return InvalidRequest(
             f"{name} is not supported by this server{hint}", param=name, code="unsupported_parameter"

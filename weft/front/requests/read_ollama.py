@@ -69,7 +69,7 @@ def _generates(reader: Reader, asked: OllamaChat | OllamaGenerate) -> Job:
             unseen = {**made, "enable_thinking": None, "include_reasoning": False}
             return reader.chat(msgspec.json.encode(unseen), clip=True)
     except InvalidRequest as error:
-        raise renamed(error, NAMES) from None
+        raise renamed(error, {**NAMES, **asked.beside()}) from None
 
 
 def _embeds(reader: Reader, asked: OllamaEmbed | OllamaEmbedding) -> Job:
